@@ -59,7 +59,7 @@ class ChainGroup(Struct, frozen=True, array_like=True):
 class Filled(Struct, frozen=True, tag=True):
     """NOTICE of a server to the scheduler: in the view of `version`, its successor `target` has all buckets of `mask`.
 
-    The predecessor sends this notice, because it now acknowledges only pushes that `target` has.
+    The predecessor of `target` sends this notice: from this moment it acknowledges only pushes that `target` has.
     """
 
     version: Version
@@ -329,7 +329,7 @@ class Planner:
         members = tuple([server for server in living if server not in self._silent]) or living
         filling = chain.filling if chain.filling in self._living - self._silent else None
         if not self._wanted:
-            return Chain(members, filling)  # no wanted chain, because all servers leave
+            return Chain(members, filling)  # all servers leave, so placement wants no chain
         # Rule 2: when all wanted servers are members, the chain becomes the wanted chain, without any other members.
         wanted = self._wanted[bucket]
         missing = [server for server in wanted.members if server not in members]

@@ -28,8 +28,8 @@ class VectorClock:
 
     def __init__(self, num_expected: int = 0, first_clock: int = 0) -> None:
         self._clocks: dict[int, int] = {}  # every member
-        self._finished: set[int] = set()  # members without work, which do not count
-        self._seen: set[int] = set()  # workers that took the place of a missing expected worker
+        self._finished: set[int] = set()  # members without work, whose clocks do not count
+        self._seen: set[int] = set()  # joined workers, each in place of a missing expected worker
         self._num_missing = num_expected
         self._first_clock = first_clock
         self._tally: dict[int, int] = {first_clock: num_expected} if num_expected else {}  # clock → number of workers
@@ -89,7 +89,7 @@ class VectorClock:
             self._add(start)
 
     def tick(self, worker: int, clock: int) -> bool:
-        """Raise a member's clock; return False if the worker is no member or its clock does not rise.
+        """Raise a member's clock; return False if the worker is not a member or its clock does not rise.
 
         O(1) for a rise by one.
         """
@@ -120,8 +120,8 @@ class VectorClock:
             return
         del self._tally[clock]
         if clock == self._minimum:
-            # If the last worker at the minimum ticks once, its new clock is the new minimum: O(1). Only after a leave,
-            # a finish or a jump of a clock must the distinct clocks be searched.
+            # If the last worker at the minimum ticks once, its new clock is the new minimum: O(1). The distinct
+            # clocks are searched only after a leave, a finish or a jump of a clock.
             self._minimum = clock + 1 if clock + 1 in self._tally else min(self._tally, default=self._highest)
 
     def validate(self) -> None:
@@ -193,7 +193,8 @@ class Gate:
         self._vector = VectorClock(expected_workers, first_clock)
         self._held: dict[int, list[tuple[int, object]]] = {}  # clock → workers and tickets, in order of arrival
         self._ticked: dict[int, set[int]] = {}  # incomplete iteration → the workers that ticked it
-        self._seen_minimum = first_clock  # all earlier iterations are complete, and their requests are released
+        # the minimum at which iterations were last completed and requests last released
+        self._seen_minimum = first_clock
 
     @property
     def minimum(self) -> int:

@@ -22,7 +22,7 @@ _NOTHING: Final[dict[int, int]] = {}
 
 
 class Delivery:
-    """The filter of one server's buckets.
+    """The duplicate filters of one server's buckets.
 
     Preconditions: sequence numbers are at least 0. The pushes of one incarnation reach each bucket in ascending order,
     apart from repeats: a client waits for a bucket's acknowledgement before a later push to the bucket, or sends both

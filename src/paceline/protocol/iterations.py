@@ -31,7 +31,7 @@ from paceline.protocol.delivery import Delivery
 from paceline.protocol.replication import AGGREGATE, Replication
 
 _KEPT_ITERATIONS: Final = 4096
-"""A server stores the workers of this number of complete iterations: a replica needs them if its primary dies."""
+"""Number of complete iterations whose workers a server stores: a replica needs these lists if its primary dies."""
 
 
 @dataclass(frozen=True, slots=True)

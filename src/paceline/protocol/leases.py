@@ -137,7 +137,7 @@ class EpochLeases:
         return any(lease.numbers(_other(lease.members, contributors)) for lease in self._leases)
 
     def keep(self, contributors: Collection[int]) -> None:
-        """Add the items of all members except the contributors to :attr:`remaining` again."""
+        """Return the leased items of all members except the contributors to :attr:`remaining`."""
         for lease in self._leases:
             lost = _other(lease.members, contributors)
             if lost:

@@ -22,7 +22,7 @@ from paceline.errors import UsageError
 from paceline.protocol.bounds import Number, Rank
 
 INCARNATION_RANGE: Final = 1 << 20
-"""The size of the range of incarnations of one scheduler, which is more than it will assign."""
+"""The number of incarnations reserved for one scheduler, which is more than the scheduler will assign."""
 
 
 class Role(Enum):

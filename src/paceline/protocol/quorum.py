@@ -11,8 +11,8 @@ A *step* is one exchange between the ranks of a *quorum*, for example the all-re
 3. The step is committed if a member has committed it, or if all surviving members are prepared. Otherwise the members
    repeat the exchange, with the same inputs, in the next quorum. So all members commit a step, or none.
 4. Only the coordinator starts quorums. Their numbers grow, and a rank accepts only a larger number than its own.
-5. Newcomers enter between two steps: the members report to let them in. A member that has the training's state sends
-   the state to the newcomers.
+5. Newcomers enter between two steps: all members send reports, and the coordinator starts a quorum with the newcomers.
+   A member that has the training's state sends the state to the newcomers.
 6. A member that is too slow leaves between two steps. It computes alone, and enters again as a newcomer.
 
 `member` is the incarnation of a process: a number that no other process has. The runtimes are
@@ -138,7 +138,7 @@ class Coordinator:
     """Starts the quorums of one training.
 
     `initial` are the processes of the first quorum; a process that ends before the start is left out. The training
-    fails if fewer than `min_ranks` members live. A member is declared lost if its report is not there
+    fails if fewer than `min_ranks` members live. A member is declared lost if its report has not come
     `report_timeout_s` after the first member's report.
     """
 

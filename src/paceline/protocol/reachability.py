@@ -39,7 +39,7 @@ class Silence:
 
     def received(self, target: int) -> None:
         self._silent.pop(target, None)
-        if target in self.unreachable:  # the next heartbeat may precede the next poll
+        if target in self.unreachable:  # update now, because the next heartbeat may precede the next poll
             self.unreachable = tuple(server for server in self.unreachable if server != target)
 
     def poll(self, targets: Iterable[int]) -> tuple[int, ...]:
@@ -127,8 +127,8 @@ class Reachability:
     def _at_odds(self, time_s: float) -> dict[tuple[int, int], float]:
         """Return the pairs in which one server does not reach the other server, with the duration of the reports.
 
-        Rule 4: a pair counts only while both servers send heartbeats without interruption, and its duration begins at
-        the earliest with these heartbeats. Servers without heartbeats are removed by the heartbeat timeout, and a
+        Rule 4: a pair counts only while both servers send heartbeats without interruption, and its duration does not
+        begin before these heartbeats. Servers without heartbeats are removed by the heartbeat timeout, and a
         server that resumes needs time to answer its peers.
 
         Rule 5: the duration ends with the last report, because the servers may have connected since.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Final
 
 _NUM_STEPS: Final = 5
-"""Steps of which the median counts, so that one long step, such as a checkpoint, has no effect."""
+"""Number of latest steps whose median counts. So a single long step, such as a checkpoint, has no effect."""
 _NUM_RECOVERED: Final = 3
-"""Steps in a row within the limit after which a rank has recovered."""
+"""A rank has recovered after this number of steps in a row within the limit."""
 
 
 class StepTimes:

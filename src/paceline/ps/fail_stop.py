@@ -4,8 +4,8 @@ A :class:`~paceline.errors.PacelineError` *rejects* an invalid request before an
 an exception after a change, the process might acknowledge data that it does not have, so it must end. Replicas replace
 a server that ends, and a restarted scheduler replaces a scheduler.
 
-Servers and schedulers pass every such exception to a function, :data:`Fail`. It is :func:`end_process`, except in
-tests, which record the exception.
+Servers and schedulers pass every such exception to a function, :data:`Fail`. This function is :func:`end_process`,
+except in tests, which record the exception.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Self = TypeVar("_Self", bound=_CanFail)
 
 
 def must_succeed(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Decorate a method that changes state which an acknowledgement may promise: every exception ends the process."""
+    """Decorate a method that changes state on which acknowledgements depend: every exception ends the process."""
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:

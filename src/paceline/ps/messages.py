@@ -65,7 +65,7 @@ RESULT: Final = 25
 NOTICE: Final = 26
 SYNCED: Final = 27
 """A worker has resent all its requests after a new view. No answer. Fields: epoch: the view's version; clock: the
-worker's; sequence: the worker's rank; flags: 1 if the worker takes part in the iterations."""
+worker's clock; sequence: the worker's rank; flags: 1 if the worker takes part in the iterations."""
 
 # Kinds of filtered data frames (:mod:`paceline.filters`). The first frame of a table on a connection has a
 # :class:`FilterInfo` as its meta.

@@ -35,7 +35,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Close the connection to a server that has left all chains. The calls in its session fail."""
+    """Close the connection to a server that has left all chains. Pending calls to this server fail."""
 
     session: ServerSession
 
@@ -44,8 +44,8 @@ class Disconnect:
 class Transmit:
     """Send a request in the current view.
 
-    A request without `pieces` is resent unchanged. Otherwise the payload consists of `pieces`: requests, each with the
-    buckets to take from its payload.
+    A request without `pieces` is resent unchanged. Otherwise its payload is composed of `pieces`: former requests, each
+    with the buckets to take from the former payload.
     """
 
     request: Request
@@ -92,7 +92,7 @@ def replace(
 ) -> Iterator[Transmit]:
     """Yield the replacements of abandoned requests, and of the pushes that the sessions `before` retain.
 
-    A replacement goes to the sessions `after`, of the new view, that lead its buckets. `follows` means that no view was
+    A replacement goes to the sessions of the new view (`after`) that lead its buckets. `follows` means that no view was
     missed. Retained pushes stay with servers that still lead their buckets.
     """
     pushes: dict[int, _Push] = {}
@@ -225,7 +225,7 @@ class ClientCore:
         # it.
         if session.sends_clock and server not in (self._joined or ()):
             out.append(self._resync(session))
-        # The later of the two messages decides whether the server counts this worker, so the call to join is the last.
+        # A resync and a call to join both decide whether the server counts this worker, so the call to join comes last.
         return out + [Transmit(request) for request in requests if request.kind is RequestKind.CALL]
 
     def change(self, version: int, groups: tuple[ChainGroup, ...], loss: Exception | None = None) -> list[Instruction]:
@@ -300,7 +300,7 @@ class ClientCore:
     def joined(self, server: int, round_: int, clock: int) -> list[Instruction]:
         """Record a server's answer to a call to join. If servers answer different clocks, the highest is used."""
         if self._joined is None or round_ != self._round:
-            return []  # a view change after the call has sent a resync without `takes_part` to every server
+            return []  # obsolete: after the call, a view change has sent a resync without `takes_part` to every server
         self._joined[server] = clock
         if self._joined.keys() < self.sessions.keys():
             return []

@@ -37,7 +37,7 @@ class DueAnswers:
     def given_up(self, number: int, *, is_due: bool) -> int:
         """Record that a request is abandoned; return the number of its answers that will still come.
 
-        `is_due`: whether one answer will come if the request was sent only once.
+        `is_due` applies to a request that was sent only once: whether its answer will still come.
         """
         due = self._repeated.pop(number, int(is_due))
         if due:
@@ -244,8 +244,8 @@ class ServerSession:
         Return the released pushes. Call this before :meth:`answered`.
         """
         request = self.in_flight.get(number)
-        # The clock holds for the buckets that the server led in the view of the request. An abandoned request is not
-        # in flight and belongs to an earlier view. A call may belong to an earlier view too.
+        # The clock is valid only for the buckets that the server led in the view of the request. An abandoned request
+        # is not in flight and belongs to an earlier view. A call may belong to an earlier view too.
         if not self.retains or request is None or request.kind is RequestKind.CALL or clock <= self.stable_clock:
             return []
         self.stable_clock = clock

@@ -29,7 +29,8 @@ class JobCore:
         """The highest job number that this scheduler or an earlier one may have used."""
         self._poster: object = None
         self._claimant: object = None
-        self._idle: dict[object, tuple[ReceivedRequest, int]] = {}  # peer → its GetJob, number of its last job
+        # peer → (its GetJob request, number of its last job)
+        self._idle: dict[object, tuple[ReceivedRequest, int]] = {}
         self._busy: dict[int, int] = {}  # worker → number of its job, until the worker requests the next job
         self._has_ended = False
 
@@ -41,7 +42,7 @@ class JobCore:
         return [] if self.ledger is None else [*self.ledger.leases.take_answers(), *self._give(self.ledger)]
 
     def _give(self, job: JobLedger) -> list[Answer]:
-        """Give the job to idle workers. Workers that finished it receive it again if shards have become free.
+        """Give the job to idle workers. If shards have become free, workers that finished the job receive it again.
 
         No worker gets the job while another worker is at an earlier job. The last pushes of the earlier job may wait
         until all workers finish an iteration. A worker that has started the new job would not finish this iteration,
@@ -184,8 +185,8 @@ class JobCore:
     ) -> None:
         """Restore the latest job from the members' records. `dead` are the members that did not reconnect.
 
-        The latest job may be unknown to the reconnected members, and its number must not be used again. So numbers
-        start above the numbers of earlier terms; `term` is the term of this scheduler.
+        The latest job may be unknown to the reconnected members, and its number must not be used again. So the numbers
+        of new jobs are above all numbers of earlier terms; `term` is the term of this scheduler.
         """
         memories = [known.memory for known in remembered if known.memory is not None]
         facts = JobFacts(max((memory.number for memory in memories), default=0))

@@ -86,7 +86,7 @@ class Leases:
         if self.ended_s is not None or self.at_work:
             return
         done, total = self.pool.progress()
-        # All shards may be done without an Exhausted, because the last worker may die before it receives one.
+        # All shards may be done without an Exhausted, because the last worker may die before it receives this message.
         if self._is_exhausted or (self.started_s is not None and done == total):
             self.ended_s = time_s
 

@@ -33,7 +33,7 @@ class MemberLedger:
         self.incarnation = 0
         self._facts = JobFacts(0)
         self._working = 0  # the number of this worker's latest job
-        self._is_busy = False  # the worker has this job, and has not requested the next one
+        self._is_busy = False  # whether this worker has the job, and has not requested the next job
         self._leases: dict[int, Lease] = {}
         self._last_lease = -1
         self._progress: Counters = {}

@@ -1,7 +1,7 @@
 """Records of jobs that members and scheduler exchange and store.
 
-Facts of a job only accumulate. So records merge in any order, and a repeated merge changes nothing. All members
-together have the facts of a dead scheduler.
+Facts of a job only accumulate. So records merge in any order, and a repeated merge changes nothing. The records of all
+members together contain the facts that a dead scheduler had.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ Instruction: TypeAlias = Granted | Exhausted
 
 @dataclass(slots=True)
 class _Cursor:
-    """The next shard that was not leased yet, of one position in the stride."""
+    """The next shard that was never leased, among the shards of one worker number (:class:`Shards`)."""
 
     epoch: int
     file: int
@@ -221,7 +221,7 @@ class Shards:
                 key = cursor.epoch, cursor.file, cursor.shard
                 if self._states.of(key) == FREE:
                     return key
-                cursor.shard += self._stride  # leased or done before the pool was restored
+                cursor.shard += self._stride  # skip shards that were leased or done before the pool was restored
                 continue
             cursor.file += 1
             if cursor.file == len(self._states.sizes):

@@ -90,7 +90,7 @@ class Replication:
         return bool(self.place.successors)
 
     def checkable(self, target: int) -> int:
-        """Return the buckets that will be equal here and on `target` when it has received all messages sent so far."""
+        """Return the buckets that will be equal here and on `target` when `target` has all messages sent so far."""
         if target not in self._up:
             return 0
         return self.place.successors.get(target, 0) & ~self._fills.wanted(target) & ~self.pushes.ahead_of_primary()
@@ -98,7 +98,7 @@ class Replication:
     def is_comparable(self, source: int, version: int, bucket: int) -> bool:
         """Return whether this server's copy of a bucket must equal the copy of `source`, which sent its digest.
 
-        `version` is the view of the message with the digest.
+        `version` is the view version of the message with the digest.
 
         While this server sends pushes upstream to `source` (rule 8), this server is ahead of `source`.
         """

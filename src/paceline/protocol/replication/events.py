@@ -153,7 +153,7 @@ class Links(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """Notify the primary `target` that this server has sent it the last upstream push of view `version`."""
+    """Notify the primary `target` that this server has sent all pushes that `target` may lack in view `version`."""
 
     target: int
     version: int

@@ -119,7 +119,7 @@ class PendingPush(Struct, eq=False):
     """Whether this server accepted the push in an older view."""
     end: type[Acknowledge] | type[RefusePush] | type[Forget] = Acknowledge
     """The final instruction for the token, when all successors have the push."""
-    waiting: dict[int, tuple[int, int]] = {}  # awaited target → number of the forward, buckets
+    waiting: dict[int, tuple[int, int]] = {}  # target without an acknowledgement → (number of the forward, its buckets)
 
     @property
     def is_sum(self) -> bool:

@@ -55,7 +55,7 @@ class SentViews:
         self._for_workers = View(is_partial=True)
         self._sent: dict[object, View] = {}  # the last committed view that was sent
         self._prepared: dict[object, View] = {}  # the last view that was sent to be prepared
-        # The changes between two views, by their identities, with both views. Many members receive the same change.
+        # The changes between two views, by the ids of the two objects. Many members receive the same change.
         self._changes: dict[tuple[int, int], tuple[View, View, PrepareView]] = {}
 
     def forget(self, peer: object) -> None:

@@ -150,7 +150,7 @@ class Leader:
             self._plan()
 
     def _flush_soon(self) -> None:
-        """Publish a new worker or a filled replica after a short delay, together with the others of this time."""
+        """Publish a new worker or a filled replica after a short delay, together with other changes in this time."""
         if not self._is_flushing:
             self._is_flushing = True
             self._out.append(events.FlushSoon())
@@ -261,7 +261,7 @@ class Leader:
                 self._commit(view, former, departing)
             case Proposed(proposal):
                 self._out.append(events.Prepare(self.peers.of(sorted(proposal.audience)), proposal.view))
-                self._has_changed = proposal.is_accepted(self.next.ended)  # true if no answer is needed
+                self._has_changed = proposal.is_accepted(self.next.ended)  # true if the view needs no answers
         if self.publication.proposal is not None:
             self._out += self.next.notes(self.publication.proposal.gaining, self.membership)
         released = self.next.drains.release_all(self.membership.servers, self.peers.connected)

@@ -23,7 +23,7 @@ from paceline.protocol.scheduler.messages import (
 )
 from paceline.protocol.scheduler.views import KnownViews, View, ViewChange
 
-# used until the welcome arrives, which contains the interval; short enough for the shortest timeout
+# The interval of heartbeats before the welcome, which contains the cluster's interval. Short enough for any timeout.
 _FIRST_HEARTBEAT_S: Final = 0.1
 
 

@@ -26,7 +26,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     num_workers: int = 1
     """The first iteration can complete only when this number of workers has joined. More workers may join later."""
     replicas: int = 0
-    """The number of copies of each row besides the primary's; this number of servers may die without loss of data."""
+    """The number of copies of each row in addition to the primary's; as many servers may die without loss of data."""
     heartbeat_timeout_s: float = 10.0
     """A member without a heartbeat for a longer time counts as dead."""
 

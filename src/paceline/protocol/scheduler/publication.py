@@ -1,4 +1,4 @@
-"""Publication of the next view: servers first prepare (store) the view, and it is committed when enough have it."""
+"""Publication of the next view: servers prepare (store) the view, and it is committed when enough servers have it."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ class Publication:
         return may_commit(self.committed.voters, ended, responsive, self.replicas)
 
     def offer(self, wanted: View, *, released: Collection[int], ended: Collection[int]) -> Step:
-        """Return the next step to make `wanted` the committed view. This method assigns its term, epoch and version.
+        """Return the next step to make `wanted` the committed view.
 
-        `released` servers requested to leave and are not in `wanted`; the processes of `ended` have ended.
+        This method assigns the term, epoch and version of the view. `released` servers requested to leave and are not
+        in `wanted`; the processes of `ended` have ended.
         """
         same_chains = wanted.groups == self.committed.groups and self.is_established
         version = self.committed.version if same_chains else wanted.version

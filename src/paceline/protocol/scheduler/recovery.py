@@ -174,8 +174,8 @@ class Recovery:
         self._accepts_minority = accepts_minority
         self._returned: dict[object, Rejoin] = {}  # connection → record of the rejoined member
         self._peers: dict[tuple[str, int], object] = {}  # cluster and incarnation → connection
-        # Members without which the last decision was to wait. Until all are back, no decision is needed, unless a
-        # member has a newer view. The orders are those of the newest views, as in the evidence.
+        # The missing members for which the last decision was to wait. Until all of them are back, no new decision is
+        # needed, unless a member has a newer view. `_orders` has the orders of the newest views in the evidence.
         self._awaited: set[int] = set()
         self._orders = (0, 0), (0, 0)
         self._num_registering = 0

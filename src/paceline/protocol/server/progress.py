@@ -1,4 +1,4 @@
-"""The connection of a server's gate, chains and iterations. A tick can complete an iteration.
+"""Connect a server's gate, chains and iterations. A tick can complete an iteration.
 
 The iteration's sum then goes down the chain, and reads are answered when the whole chain has the sum.
 """
@@ -106,7 +106,7 @@ class BlockedReads:
 class Progress:
     """Connects one server's gate with its replication and its iterations.
 
-    The gate holds requests of workers that are too far ahead. The instructions of all three are appended to `out`.
+    The gate holds requests of workers that are too far ahead. All instructions are appended to `out`.
     """
 
     def __init__(self, consistency: Consistency, expected_workers: int, out: list[Instruction]) -> None:
@@ -149,7 +149,8 @@ class Progress:
                     assert self.iterations is not None
                     sums = self.iterations.complete(iteration, workers)
                     self.sum_up(sums)
-                    if not sums and not self.iterations.pending_workers:  # otherwise the sum is applied later
+                    # else the iteration is completed when its sum is applied
+                    if not sums and not self.iterations.pending_workers:
                         self._out.append(events.Completed(iteration))
                 case clocks.Unblock(token):
                     self.reads.pass_gate(token)
@@ -204,7 +205,8 @@ class Progress:
         self._out += [events.Stale(token) for token in self.reads.take_all()]
         self._reports = {}
         self.replicate(self.replication.handle(replication.Change(view.version, view.groups)))
-        for target in self.replication.filling:  # it may have dropped the clocks in a view that this server missed
+        # the target may have dropped the clocks in a view that this server missed
+        for target in self.replication.filling:
             self._out.append(events.SendClocks(target))
 
     def replicate(self, instructions: Iterable[replication.Instruction]) -> None:

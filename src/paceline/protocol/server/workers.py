@@ -24,7 +24,7 @@ class Workers:
         """Incarnation → rank of workers that have joined the iterations."""
         self.counted: set[int] = set()
         self.named: frozenset[int] = frozenset()
-        """The workers that are members in the newest view, or that a new scheduler may readmit. Only these can join."""
+        """The workers that are members in the newest view, or that a new scheduler may readmit. Only they can join."""
         self.last_incarnation = 0
         """Processes with incarnations up to this one that are not members have left or died."""
         self.departed: set[int] = set()

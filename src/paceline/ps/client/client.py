@@ -151,9 +151,9 @@ class Client:
     def retire(self) -> None:
         """Stop taking part in the iterations: servers do not wait for this worker until it calls :meth:`join`.
 
-        Until then it reads and writes like an observer, without waiting. Under sequential consistency its pushes of the
-        unfinished iteration are dropped. If the cluster has replicas, the call waits until the pushes of finished
-        iterations are on all servers of their chains.
+        Until then this worker reads and writes like an observer, without waiting. Under sequential consistency its
+        pushes of the unfinished iteration are dropped. If the cluster has replicas, the call waits until the pushes of
+        finished iterations are on all servers of their chains.
         """
         servers = self.servers
         with servers.lock:

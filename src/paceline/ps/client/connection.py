@@ -110,7 +110,7 @@ class ServerConnection:
         return self.session.request(KINDS[data.kind], data.clock, data.sequence, None, bool(data.flags & TICKS))
 
     def make_room(self, out: Any) -> None:
-        """Receive answers if too many requests, or too many bytes of answers (with `out`), are in flight."""
+        """Receive answers if too many requests, or too many bytes of answers (including `out`), are in flight."""
         session = self.session
         if len(session.in_flight) >= _MAX_IN_FLIGHT and not session.awaits_view:
             self.receive_one(next(iter(session.in_flight.values())))
@@ -118,7 +118,7 @@ class ServerConnection:
             make_room(self, out.nbytes)
 
     def start(self, request: Request) -> None:
-        """Send a request that replaces other requests; receive no answers.
+        """Send a request that replaces other requests, without receiving answers.
 
         Without a connection the request waits for the next one. A request that cannot be sent fails.
         """
@@ -392,7 +392,7 @@ class CutWatch:
         """
 
     def check(self, connections: Sequence[ServerConnection]) -> bool:
-        """Return whether a connection with lost messages is cut. Call it from any thread, without the client's lock.
+        """Return whether a connection broke and lost messages. Call this from any thread, without the client's lock.
 
         If the client waits for another server, its wait is interrupted, and it reconnects to both servers.
         """

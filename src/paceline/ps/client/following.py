@@ -1,6 +1,6 @@
 """View changes and reconnections while a client is idle or waits for another server.
 
-A separate thread handles them, so that servers do not wait for the client.
+A separate thread handles view changes and reconnections, so that servers do not wait for the client.
 """
 
 from __future__ import annotations

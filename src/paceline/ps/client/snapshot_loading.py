@@ -78,7 +78,7 @@ class SnapshotLoading:
         self._check = check
 
     def load(self) -> bool:
-        """Load all tables; return False if the view changed, so that they must be loaded again."""
+        """Load all tables; return False if the view changed, so that the tables must be loaded again."""
         view = self._client.link.get_view()
         if any(group.filling is not None for group in view.groups):
             return False
@@ -93,7 +93,7 @@ class SnapshotLoading:
         return self._client.link.get_view().version == view.version
 
     def pause(self, reason: str) -> None:
-        """Wait a moment. Raises PeerError after the timeout."""
+        """Wait a moment before the next attempt. Raises PeerError after the timeout."""
         self._check()
         if time.monotonic() > self._deadline:
             raise PeerError(

@@ -38,9 +38,9 @@ from paceline.storage.snapshot_directory import SnapshotDirectory, SnapshotWrite
 
 FULL_EVERY = 10
 """One of this number of successive snapshots is full: it refers to no earlier snapshot."""
-_MARGINS = (2, 16, 256, 4096)  # iterations from the servers' clocks to the boundary, by attempt
+_MARGINS = (2, 16, 256, 4096)  # by attempt: iterations from the servers' clocks to the iteration after which they copy
 _PATIENCE_S = 120.0
-"""The maximum duration of a snapshot during which buckets move."""
+"""A snapshot fails if buckets still move to other servers after this time."""
 _MAX_ROUNDS = 64
 
 

@@ -61,7 +61,10 @@ class SparseTable(Table):
             return self._send_by_key(PUSH, distinct, flat, None, ticks=tick)
 
     def pull(self, keys: npt.ArrayLike, out: Floats | None = None, *, assume_unique: bool = False) -> Floats:
-        """Return the values of `keys` (uint64 [n]) as float32 [n, dim], in `out` if given; waits for the gate."""
+        """Return the values of `keys` (uint64 [n]) as float32 [n, dim], in `out` if given.
+
+        Waits until the iteration may begin.
+        """
         values: Floats = self.pull_async(keys, out, assume_unique=assume_unique).result()
         return values
 

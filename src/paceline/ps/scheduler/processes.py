@@ -164,7 +164,8 @@ class ProcessWatch:
                 _, writer = await asyncio.wait_for(opening, _PROBE_S)
                 writer.close()
             except ConnectionRefusedError:
-                is_ours = await asyncio.to_thread(_is_own_address, address.host)  # a name is looked up
+                # in a thread, because it may look up a name
+                is_ours = await asyncio.to_thread(_is_own_address, address.host)
                 if incarnation in self._connected:
                     break
                 self._probes.pop(incarnation, None)

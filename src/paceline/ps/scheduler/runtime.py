@@ -124,7 +124,8 @@ class Scheduler(Handler):
         )
         self._timer: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None  # the timer of the next Flush
-        self._encoded: tuple[Any, bytes] = (None, b"")  # last message, which several processes may receive
+        # the last message and its bytes, which several processes may receive
+        self._encoded: tuple[Any, bytes] = (None, b"")
         self.failure: PacelineError | None = None
         """The reason why this scheduler ended, if no process requested the end."""
         self.ended = asyncio.Event()

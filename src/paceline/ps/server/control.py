@@ -86,7 +86,7 @@ class ServerControl:
             self._check_change(peer, header)
         is_repeat = is_change and header.sequence <= self._last_changes.get(peer.hello.incarnation, 0)
         result = None if is_repeat else self._calls[type(request)](request)
-        if is_change and not is_repeat:  # so a repeat that arrives late does not lower the number
+        if is_change and not is_repeat:  # a late repeat must not lower the number
             self._last_changes[peer.hello.incarnation] = header.sequence
         answer, parts = result if isinstance(result, tuple) else (result, ())
         peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(answer), body=parts))
@@ -180,7 +180,7 @@ class ServerControl:
 
     def _begin_pass(self, request: messages.BeginPass) -> None:
         self._sparse_part(request.table).begin_pass(request.number, request.rows_of)
-        self._replicator.tables_changed()  # before a bucket of this pass is sent to successors
+        self._replicator.tables_changed()  # notify the successors before they receive a bucket of this pass
 
     def _sparse_part(self, number: int) -> SparsePart:
         part = self._tables.find(number).part

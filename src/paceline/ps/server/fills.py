@@ -81,7 +81,7 @@ class FillTransfers:
         sent.busy_s = time.thread_time() - busy_s
 
     def taken(self, target: int, header: Header) -> None:
-        """Schedule the next bucket.
+        """Schedule the next bucket for a successor that has loaded the last bucket.
 
         The pause is four times the cost of the last bucket, so that other messages have time. The cost is the CPU time
         at both ends and the time on the link. Time in queues does not count, because it should not delay the fill.

@@ -121,7 +121,7 @@ def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> 
     for piece in pieces:
         part, keys = tables.find(piece.table).part, piece.selection.key_array()
         part.check_bucket(bucket, keys)
-        most_words = part.record_words + (part.spec.kind == "sparse")  # plus the word of a pass
+        most_words = part.record_words + (part.spec.kind == "sparse")  # plus one word for the row's last pass
         if len(piece.floats) not in (len(keys) * part.record_words, len(keys) * most_words):
             raise ProtocolError(
                 f"bucket {bucket} of table {part.spec.name!r} ({part.spec}) has {len(piece.floats)} float32 for "
@@ -130,7 +130,8 @@ def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> 
 
 
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
-    is_seen = push.header is None or push.header.kind != FORWARD  # otherwise the primary has recorded the magnitude
+    # the magnitude of a forwarded push is recorded by the primary
+    is_seen = push.header is None or push.header.kind != FORWARD
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part
         if push.operation == GRADIENTS:

@@ -127,7 +127,8 @@ class _Link(Handler):
                 peer.abort()
                 return
             self.peer, self._taken = peer, -1
-            peer.send(*frame_parts(PING))  # the reply ends reports from before the connection, also on an idle link
+            # the reply ends earlier reports that the server is unreachable, also on an idle link
+            peer.send(*frame_parts(PING))
             owner._on_up(self._target)
             await self._broken.wait()
             self.peer = None
@@ -304,7 +305,7 @@ class Replicator:
             peer.send(*frame_parts(CLOCKS, epoch=self._core.version, meta=messages.encode(info)))
 
     def read(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> events.Event | None:
-        """Return the core's event for a predecessor's frame, whose version must not be above this server's."""
+        """Return the core's event for a predecessor's frame of this server's view or of an older view."""
         if header.kind == PING:
             peer.send(*frame_parts(PONG))
             return None

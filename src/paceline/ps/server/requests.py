@@ -129,7 +129,7 @@ class Requests:
         """Apply a push here and forward it; the answer waits for all successors."""
         worker, (selection, grads), fresh = verdict.worker, pushed, verdict.fresh
         if fresh:
-            dropped = self._stale.was_dropped(worker, header)  # the core records no dropped push
+            dropped = self._stale.was_dropped(worker, header)  # because the core does not record dropped pushes
             if verdict.takes_part and not dropped:
                 dropped, grads, top = self._treat(worker, header, table, (selection, grads), top)
             if dropped:
@@ -205,7 +205,7 @@ class Requests:
                 self._try_push(peer, table, (selection, grads), top)
             table.part.reserve(selection)  # may raise MemoryError, so reserve before the push counts as applied
         table.pushes += 1
-        try:  # not Runtime.surely, because most pushes come here, and a push without a token has no instructions
+        try:  # faster than Runtime.surely, and a push without a token has no instructions
             self._core.admit(verdict)
             if not dropped:
                 table.part.push(selection, grads)

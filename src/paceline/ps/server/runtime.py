@@ -1,6 +1,6 @@
 """The runtime of a server's core: passes events to the core, and carries out its instructions.
 
-Every change of state that an acknowledgement may promise goes through :meth:`Runtime.feed`. An exception in an
+Every change of state on which acknowledgements depend goes through :meth:`Runtime.feed`. An exception in an
 instruction ends the server.
 """
 

@@ -252,7 +252,8 @@ class _PartsLoading:
         if self._part.held >> bucket & 1:  # skip a moved bucket: the coordinator repeats the loading
             self._non_finite.check_records(self._table, keys, records, f"the snapshot in {self._directory}")
             self._part.load_with_passes(bucket, keys, records)
-            # The servers of a chain load a bucket at different times, and until all have loaded it, its rows differ.
+            # The servers of a chain load a bucket at different times. Until all have loaded it, replicas differ without
+            # an error, because the hashes of the order differ too.
             self._orders.applied(self._number, zlib.crc32(str(self._directory).encode()), 1 << bucket)
         self.rows += len(keys)
 

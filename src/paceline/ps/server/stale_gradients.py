@@ -13,7 +13,7 @@ from paceline.tables.staleness import DelayCompensation
 from paceline.tables.types import Floats
 from paceline.transport import Header
 
-_DROPPED_KEPT = 256  # the maximum number of pushes of one client in flight
+_DROPPED_KEPT = 256  # dropped pushes to remember: the maximum number of pushes of one client in flight
 
 
 class StaleGradients:
