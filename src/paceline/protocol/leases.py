@@ -2,8 +2,8 @@
 
 All ranks have equal :class:`EpochLeases`, because they make the same calls in the same order. These are the rules:
 
-1. A *step* has a fixed number of items, or the rest of the epoch. It consists of *rounds*; each rank has one batch in a
-   round. Item i of a round belongs to rank i modulo the number of ranks.
+1. A *step* has a fixed number of items, or the rest of the epoch. A step consists of *rounds*; each rank has one batch
+   in a round. Item i of a round belongs to rank i modulo the number of ranks.
 2. The items of a round are leased when it begins. A committed step uses the items of the ranks that contribute to it.
    The other leases end: their items come again, before all later items.
 3. With a constant number of items, a step is committed only when the contributing ranks hold all its items. Until then

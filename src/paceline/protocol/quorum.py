@@ -10,10 +10,11 @@ A *step* is one exchange between the ranks of a *quorum*, for example the all-re
    coordinator waits for the reports of all members of the quorum that live.
 3. The step is committed if a member has committed it, or if all surviving members are prepared. Otherwise the members
    repeat the exchange, with the same inputs, in the next quorum. So all members commit a step, or none.
-4. Only the coordinator starts quorums. Their numbers grow, and a rank accepts only a larger number than its own.
+4. Only the coordinator starts quorums. The numbers of quorums grow, and a rank accepts only a larger number than its
+   own.
 5. Newcomers enter between two steps: all members send reports, and the coordinator starts a quorum with the newcomers.
    A member that has the training's state sends the state to the newcomers.
-6. A member that is too slow leaves between two steps. It computes alone, and enters again as a newcomer.
+6. A member that is too slow leaves between two steps. This rank computes alone, and enters again as a newcomer.
 
 `member` is the incarnation of a process: a number that no other process has. The runtimes are
 :mod:`paceline.meeting.coordinator` and :mod:`paceline.collectives.elastic`.
@@ -145,7 +146,10 @@ class Coordinator:
     def __init__(self, initial: Iterable[int], *, min_ranks: int, max_ranks: int, report_timeout_s: float) -> None:
         self.quorum = 0
         self.members: tuple[int, ...] = ()
-        """The members at the start of the current quorum, in rank order. Some of them may have been lost since."""
+        """The members at the start of the current quorum, in rank order.
+
+        Some of these members may have been lost since.
+        """
         self.has_failed = False
         self._min_ranks, self._max_ranks, self._report_timeout_s = min_ranks, max_ranks, report_timeout_s
         self._initial = frozenset(initial)

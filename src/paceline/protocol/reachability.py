@@ -105,7 +105,7 @@ class Reachability:
 
     @property
     def in_doubt(self) -> frozenset[int]:
-        """The servers in any reported pair. Each of them may be expelled later."""
+        """The servers in any reported pair. Each of these servers may be expelled later."""
         pairs = ((server, other) for server, complaints in self._complaints.items() for other in complaints)
         return frozenset(end for pair in pairs for end in pair)
 

@@ -281,7 +281,7 @@ class Shards:
                 f"File {file} was reported to end after {num_shards} shards, but it has {size}; the report "
                 "was ignored. The file has changed while it was read, or the workers read different files."
             )
-        # Rule 6: shards past the end do not exist. Their leases are dropped, and these shards do not count.
+        # Rule 6: shards past the end do not exist. The leases of such shards are dropped, and the shards do not count.
         self._states.end(file, num_shards)
         is_past = self._states.is_past
         self._open = {lease: (worker, key) for lease, (worker, key) in self._open.items() if not is_past(key)}

@@ -20,7 +20,7 @@ _PROBABLY_ENDED: Final = "its connection broke, and its host refuses connections
 
 
 class Leader:
-    """The cluster of one scheduler. It starts with :meth:`form` or :meth:`take_over`."""
+    """The cluster of one scheduler. The cluster starts with :meth:`form` or :meth:`take_over`."""
 
     def __init__(self, membership: Membership, following: NextView) -> None:
         self.membership = membership

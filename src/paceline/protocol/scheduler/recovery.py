@@ -1,7 +1,7 @@
 """The take-over of a cluster by a new scheduler, from the members' records.
 
 Each member sends the newest view that it has received, committed or prepared (:class:`Evidence`). The take-over
-(:class:`Succession`) continues from the newest of these views. It needs a quorum of servers
+(:class:`Succession`) continues from the newest of these views. The take-over needs a quorum of servers
 (:mod:`paceline.protocol.scheduler.views`), and until the timeout it also waits for all other members. The servers first
 promise to prepare no view of a former scheduler; otherwise a server could rejoin here, return to a live former
 scheduler, and prepare a view there.
@@ -281,7 +281,7 @@ class Recovery:
         if not self._returned:
             return [Abandoned()] if is_late or not self._replaces else []
         if self.cluster != self._cluster:
-            if self._cluster:  # the other cluster uses the same incarnations for other processes
+            if self._cluster:  # former records belong to another cluster, with equal incarnations
                 self._ended, self._doubted = set(), set()
             self._cluster = self.cluster
         evidence = self.evidence()

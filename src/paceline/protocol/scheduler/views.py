@@ -1,7 +1,7 @@
 """Views of the cluster, and the quorums that prepare a view before members act on it.
 
 A :class:`View` has the members of the cluster and the chain of servers of each bucket. A view that does more than add
-workers is first *prepared*: the servers store the view and answer. They act on a view once it is *committed*. So the
+workers is first *prepared*: the servers store the view and answer. Servers act on a view once it is *committed*. So the
 next scheduler finds every view that a member may have acted on. If two schedulers lead the same cluster, one of them
 can neither commit a view nor take over:
 

@@ -28,7 +28,7 @@ class Workers:
         self.last_incarnation = 0
         """Processes with incarnations up to this one that are not members have left or died."""
         self.departed: set[int] = set()
-        """Former members. They never rejoin with the same incarnation."""
+        """Former members, which never rejoin with the same incarnation."""
 
     def is_excluded(self, incarnation: int) -> bool:
         """Whether a process has left or died. 0, the incarnation of sums, counts as excluded."""
@@ -59,7 +59,7 @@ class Workers:
     def leave(self, worker: int) -> list[clocks.Instruction]:
         self.departed.add(worker)
         joined: list[clocks.Instruction] = []
-        if worker not in self.ranks:  # it died before it joined: do not wait for it any longer
+        if worker not in self.ranks:  # this worker died before it joined, so the gate must not wait for it
             joined = self.gate.join(worker)
         self.counted.discard(worker)
         self.ranks.pop(worker, None)

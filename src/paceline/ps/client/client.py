@@ -319,8 +319,8 @@ class Client:
         """Return the client; the end of the block closes it.
 
         Without an exception, the end of the block waits until all pushes are acknowledged, and, as :meth:`retire`,
-        until the pushes of finished iterations are on all servers of their chains. It raises the first error. After an
-        exception in the block, it does not wait for other workers.
+        until the pushes of finished iterations are on all servers of their chains. The end of the block raises the
+        first error. After an exception in the block, it does not wait for other workers.
         """
         return self
 

@@ -1,7 +1,8 @@
 """Requests of a table that are compressed by filters at the first transmission, and unfiltered when they are resent.
 
-An :class:`Exchange` stores the unfiltered frame. Its values are rounded as in the filtered frame, so both frames have
-the same effect. The unfiltered frame is sent after a reconnection, to another server, or if the server lacks the keys.
+An :class:`Exchange` stores the unfiltered frame. The values of the unfiltered frame are rounded as in the filtered
+frame, so both frames have the same effect. The unfiltered frame is sent after a reconnection, to another server, or if
+the server lacks the keys.
 """
 
 from __future__ import annotations

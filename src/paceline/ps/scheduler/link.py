@@ -45,7 +45,7 @@ _ELSEWHERE_PAUSE_S: Final = 2.0
 
 
 class Reconnection:
-    """The reconnection attempts of one process. They end `patience_s` after the first failure in a series."""
+    """The reconnection attempts of one process. The attempts end `patience_s` after the first failure in a series."""
 
     def __init__(self, patience_s: float, time_s: float) -> None:
         self.patience_s = patience_s

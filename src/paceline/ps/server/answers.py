@@ -28,7 +28,7 @@ _MAX_ANSWER_BYTES = Limits().max_frame_bytes
 
 
 class BlockedRead:
-    """A waiting read. It is the token of a :class:`paceline.protocol.server.events.Read`."""
+    """A waiting read. This object is the token of a :class:`paceline.protocol.server.events.Read`."""
 
     __slots__ = ("clock", "flags", "header", "peer", "selection")
 

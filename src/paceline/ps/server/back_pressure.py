@@ -2,8 +2,8 @@
 
 A primary buffers pushes until all successors have them, early frames until their view arrives, and under sequential
 consistency the pushes of incomplete iterations. Beyond a budget, the server stops reading from the clients that send
-more, until half of the budget is free. This also bounds the memory of the successors, because a push counts until the
-last successor has it. A server always reads from other servers, because their connections also carry heartbeats.
+more, until half of the budget is free. The budget also bounds the memory of the successors, because a push counts until
+the last successor has it. A server always reads from other servers, because their connections also carry heartbeats.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Filtered frames of workers: decoding of requests and encoding of answers.
 
 The first filtered frame of a table on a connection describes the filters. If the server lacks the keys of a frame, it
-rejects this frame. It also rejects all later frames until the worker has resent the frame without filters, because
-pushes must be applied in order.
+rejects this frame. The server also rejects all later frames until the worker has resent the frame without filters,
+because pushes must be applied in order.
 """
 
 from __future__ import annotations

@@ -93,7 +93,10 @@ class MonitoredBarrier:
         """
 
     def wait(self, timeout: timedelta, *, wait_all_ranks: bool) -> None:
-        """Wait for all ranks. Rank 0's error names the first missing rank or, with `wait_all_ranks`, all of them."""
+        """Wait for all ranks.
+
+        Rank 0's error names the first missing rank or, with `wait_all_ranks`, all missing ranks.
+        """
         tag = next(self._tags)
         if self._group.rank == 0:
             self._collect(tag, timeout, wait_all_ranks)

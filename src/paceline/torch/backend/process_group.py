@@ -146,7 +146,7 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         name = _tensors.NAMES.get(hash(opts.reduceOp))
         is_plain = name is not None and tensor.layout is torch.strided and not tensor.is_complex()
         if is_plain and not opts.asyncOp and not is_profiling():
-            # This path is the fastest for synchronous all-reduces, because it creates no Step.
+            # Synchronous all-reduces have their own path, which is faster because it creates no Step.
             try:
                 self._calls.group().all_reduce(tensor, name, out=tensor)  # type: ignore[arg-type]
             except PacelineError as error:

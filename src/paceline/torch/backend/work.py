@@ -58,7 +58,7 @@ class _Failed(_AnyTensor):  # type: ignore[misc]
 class CallFuture(torch.futures.Future[Any]):
     """The future of a call. Calls inside its callbacks use a second group.
 
-    A callback, such as PowerSGD's communication hook, may make calls and wait for them. The callback runs in the
+    A callback, such as PowerSGD's communication hook, may make calls and wait for the calls. The callback runs in the
     group's thread, which cannot wait for its own calls, or in the caller's thread if the future is already done. So the
     order of callbacks' calls and the main thread's calls differs between ranks. The second group runs only callbacks'
     calls, in the order of the futures, which is equal on all ranks.

@@ -168,7 +168,7 @@ class LastKeys:
 
 
 class RowSource:
-    """The source of one embedding's rows. It also receives the rows' gradients from backward."""
+    """The source of one embedding's rows. This object also receives the rows' gradients from backward."""
 
     def __init__(
         self, table: RowTable, gradients: RowGradients, last_keys: LastKeys, prefetcher: Prefetcher | None

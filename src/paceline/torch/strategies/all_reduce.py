@@ -47,7 +47,7 @@ class AllReduce(Strategy):
       ``paceline run --filters``.
     - `sync_batch_norm`: normalize BatchNorm layers over all ranks.
     - `find_unused_parameters`: allow parameters without effect on the loss. `static_graph`: every step uses the same
-      parameters. Both are options of DistributedDataParallel.
+      parameters. `find_unused_parameters` and `static_graph` are options of DistributedDataParallel.
     - `bucket_mb`: mebibytes of gradients per message.
     - `timeout`: time to wait for a rank.
 
@@ -166,7 +166,10 @@ class AllReduce(Strategy):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which ``backward()`` only adds to this rank's gradients. Run the forward in it too."""
+        """Return a context in which ``backward()`` only adds to this rank's gradients.
+
+        Run the forward in this context too.
+        """
         with contextlib.ExitStack() as contexts:
             for replica in self._replicas:
                 contexts.enter_context(replica.no_sync())

@@ -221,8 +221,9 @@ class Strategy(Closing, ABC):
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
         """Return a context in which ``backward()`` only adds to the gradients, without messages.
 
-        Do not call ``optimizer.step()`` in it. With `is_last`, ``backward()`` sends the gradients as usual. Put forward
-        and backward into ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` to send the sum of four backwards.
+        Do not call ``optimizer.step()`` in this context. With `is_last`, ``backward()`` sends the gradients as usual.
+        Put forward and backward into ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` to send the sum of four
+        backwards.
         """
         return contextlib.nullcontext() if is_last else self.no_sync()
 

@@ -55,7 +55,10 @@ class Reached:
         self._hooks = []
 
     def forward(self, *, syncs: bool) -> None:
-        """Record the start of a forward. Its backward averages gradients (`syncs`), or adds to them in ``no_sync``."""
+        """Record the start of a forward.
+
+        The backward of this forward averages gradients (`syncs`), or adds to them in ``no_sync``.
+        """
         self._is_averaged, self._is_held = syncs, not syncs
         self._sums.clear()
 

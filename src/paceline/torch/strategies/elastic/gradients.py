@@ -19,7 +19,7 @@ from paceline.torch.strategies.elastic.steps import ElasticSteps
 @dataclass
 class _Mean:
     local: Tensor
-    """This rank's values, on the CPU. They stay unchanged, to be averaged again if a rank dies."""
+    """This rank's values, on the CPU. The values stay unchanged, to be averaged again if a rank dies."""
     mean: Tensor
     """The mean over the ranks, on the CPU."""
     ticket: Optional[CollectiveTicket] = None  # noqa: UP045  (no postponed annotations: see above)

@@ -63,8 +63,8 @@ class ElasticAllReduce(AllReduce):
 
     If a rank dies, the other ranks average their gradients again without it. The mean is over the samples of all ranks
     that are present. A new rank takes part after the step in which it arrives. Before that, its loop computes one batch
-    of each earlier epoch alone. Then it receives the other ranks' parameters, buffers, optimizers, schedulers and
-    position in the data. Other variables of its loop have their first values.
+    of each earlier epoch alone. Then the new rank receives the other ranks' parameters, buffers, optimizers, schedulers
+    and position in the data. Other variables of its loop have their first values.
 
     `global_batch` is the number of samples in a step on all ranks together; default: ``paceline run --global-batch``,
     or one batch of each rank. The ranks divide it, and accumulate gradients over several batches if a rank's part is

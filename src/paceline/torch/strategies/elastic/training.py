@@ -112,7 +112,7 @@ class ElasticTraining:
     def may_join(self, loader: Loader, epoch: int) -> bool:
         """Return whether this process should try to join.
 
-        It must have computed a batch, and a straggler must have recovered.
+        The process must have computed a batch, and a straggler must have recovered.
         """
         if self._group.has_recovered:
             return self.has_computed_alone

@@ -17,9 +17,9 @@ from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
 class Mirrored(ReplicaStrategy):
     """A replica of the model on each of several devices, in threads of one process; each computes a part of the batch.
 
-    The model's variables are on the first device. Each other device has a copy, updated in the first forward after
-    ``optimizer.step()``. Replicas on one device share its variables. The replicas' gradients are added on the first
-    device, so a loss that is a mean over the model's output has the gradient of the complete batch, as under
+    The model's variables are on the first device. Each other device has a copy of the variables, updated in the first
+    forward after ``optimizer.step()``. Replicas on one device share its variables. The replicas' gradients are added on
+    the first device, so a loss that is a mean over the model's output has the gradient of the complete batch, as under
     :class:`~paceline.torch.strategies.one_device.OneDevice`. Layers with statistics of the batch (BatchNorm) see only
     their replica's part.
 

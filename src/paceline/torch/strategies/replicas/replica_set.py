@@ -1,6 +1,6 @@
 """Compute a model as replicas in threads of one process: split the batch, join outputs and gradients.
 
-Every forward creates new replicas, so that changes of the model (mode, hooks, frozen parameters) apply to all of them.
+Every forward creates new replicas, so that changes of the model (mode, hooks, frozen parameters) apply to all replicas.
 
 On the CPU, autograd uses one thread for a graph. So each replica has a graph of its own, inside one
 ``autograd.Function``. The function's backward runs all replicas' backwards at the same time, and adds their gradients
@@ -24,7 +24,7 @@ from paceline.torch.strategies.splitting import check_outputs, gather, num_rows,
 
 
 class ReplicaValues(ABC):
-    """Abstract: the source of the replicas' parameters. Each strategy has a subclass."""
+    """Abstract: the source of the replicas' parameters. Each strategy with replicas has its own subclass."""
 
     @abstractmethod
     def is_shared(self, replica: int) -> bool:

@@ -300,8 +300,8 @@ _Wait = Callable[[nn.Parameter], None]
 class WaitingParameters(dict[str, Any]):
     """A module's own parameters; an access such as ``module.weight`` waits for the values.
 
-    This dictionary replaces that of ``nn.Module``. Forward pre-hooks would not be enough, because other modules may
-    read the parameters without a forward.
+    This dictionary replaces the dictionary of parameters of ``nn.Module``. Forward pre-hooks would not be enough,
+    because other modules may read the parameters without a forward.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], wait: _Wait) -> None:
@@ -341,8 +341,8 @@ class WaitingParameters(dict[str, Any]):
 def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
     """Make every access to the parameters of `model` wait for values. Return a function that undoes this change.
 
-    Recurrent modules need a forward pre-hook, because they also store their parameters in a list. They read that list
-    without an access that waits.
+    Recurrent modules need a forward pre-hook, because they also store their parameters in a list. Recurrent modules
+    read this list without an access that waits.
     """
     handles = []
     guarded: list[tuple[nn.Module, WaitingParameters]] = []

@@ -124,7 +124,10 @@ class PendingOutput(_PendingTensor):
 
 
 class PendingLoss(_PendingTensor):
-    """A loss of outputs that are not computed yet. Its ``backward()`` runs the schedule, which computes the value."""
+    """A loss of outputs that are not computed yet.
+
+    ``backward()`` of the loss runs the schedule, which computes the value.
+    """
 
     def __init__(
         self,

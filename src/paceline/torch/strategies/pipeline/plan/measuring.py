@@ -50,7 +50,10 @@ class _LayerRun:
     backward_s: float
     weights_s: float
     wall_s: float
-    """Wall time of forward and backward, which includes waits for a core. The other times are processor time."""
+    """Wall time of forward and backward, which includes waits for a core.
+
+    All times except `wall_s` are processor time.
+    """
     is_first: bool
     """Whether the parameters had no gradients before the call."""
 
@@ -280,7 +283,7 @@ def _leaf(value: Any) -> Any:
 
 
 def measure_link(group: Any, rank: int) -> MessageCost:
-    """Return the times of messages between the first two ranks of a group. Both of these ranks call this function."""
+    """Return the times of messages between the first two ranks of a group. The first two ranks call this function."""
     small, large = (_trip(group, rank, size) for size in (_SMALL, _LARGE))
     (latency_s, per_byte), (sending_s, sending_per_byte) = (
         (of_small, max(of_large - of_small, 0.0) / ((_LARGE - _SMALL) * 4))
