@@ -128,7 +128,7 @@ class Iterations:
         self._parts = Delivery(0)  # the duplicate filter of the buffered pushes; it does not move with a bucket
         self._pushed: dict[int, set[int]] = {}  # iteration → living workers with a buffered push
         self._complete: dict[int, tuple[int, ...]] = {}  # iteration → workers that ticked it at this server, ascending
-        self._next = first_clock  # the first incomplete iteration of the gate
+        self._next = first_clock  # the gate's lowest iteration that is not complete
         self._unsafe: dict[int, int] = {}  # iteration → number of its sums that a server of the chain may lack
         self._safe = 0  # the number of durable iterations when the chains last had enough replicas
         self._version = 0

@@ -64,7 +64,7 @@ class LeaveNotice(Struct, frozen=True, array_like=True, tag=True):
     """Whether the process is too slow, and joins again when it has recovered."""
 
 
-# Instructions of the coordinator. The first two are also its answers to ranks.
+# Instructions of the coordinator. StartQuorum and RetryJoin are also the coordinator's answers to ranks.
 
 
 class StartQuorum(Struct, frozen=True, array_like=True, tag=True):

@@ -50,7 +50,7 @@ class _PeerTable:
 
     def __init__(self, info: messages.FilterInfo, first_request: int) -> None:
         self.first_request = first_request
-        """The first request with these filters. Answers to earlier requests are not filtered."""
+        """The first request that used the table's current filters. Answers to earlier requests are not filtered."""
         self.requests, self.answers = check(info)
         self.memory = self.requests.memory(sends=False)
 

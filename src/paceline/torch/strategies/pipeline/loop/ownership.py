@@ -25,7 +25,7 @@ _PLAIN: Final = (
 
 
 class AbsentGrad(torch.Tensor):
-    """The gradient of a parameter of another process. Such a gradient has a shape and norms, but no values.
+    """The gradient of a parameter of another process. This object has the gradient's shape and norms, but no values.
 
     Norm functions such as ``torch.nn.utils.clip_grad_norm_`` work as in one process. An elementwise change in place has
     no effect here, because the process with the gradient runs the same call.
