@@ -1,1 +1,1 @@
-"""Rendezvous, authentication and connections of a program's ranks, for collectives, messages and `rpc`."""
+"""How the ranks of a program find, authenticate and connect to one another, for collectives, messages and `rpc`."""

@@ -1,7 +1,8 @@
-"""Serve the coordinator of an elastic training, together with the store in which its ranks meet.
+"""The server with the coordinator of an elastic training, and with the store through which its ranks connect.
 
-A rank sends each of its requests with :func:`request_quorum`. The answer comes when the next quorum starts. The keys of
-quorum 5 begin with ``quorum 5/``; they are dropped when quorum 6 starts, or when a member of quorum 5 is lost.
+The coordinator forms *quorums*, which are numbered sets of ranks that train together. A rank sends its requests with
+:func:`request_quorum`, and the answer arrives when the next quorum starts. The ranks of quorum 5 use keys of the store
+that begin with ``quorum 5/``. These keys are removed when quorum 6 starts, or when a rank of quorum 5 is lost.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from paceline.transport.frames import Header, frame_parts
 from paceline.transport.security.authentication import Hello
 
 COORDINATOR = "coordinator"
-"""The role of the server in its Hello."""
+"""The role of the server in its Hello (the identity that it sends in the handshake)."""
 NEWCOMERS = "newcomers"
-"""Key that is set within a quorum's prefix when newcomers wait."""
+"""The key that is set, with the prefix of the current quorum, when new processes wait to join."""
 ENDED = "the training has ended"
-"""Key that is set when all members have ended, for ranks that compute alone."""
+"""The key that is set when all members have ended. It notifies paused ranks, which are in no quorum."""
 _decode_request = reader(JoinRequest | QuorumReport | LeaveNotice, "a request to the coordinator")
 _decode_answer = reader(StartQuorum | RetryJoin | None, "an answer of the coordinator")
 
@@ -56,9 +57,10 @@ def quorum_prefix(quorum: int) -> str:
 def request_quorum(
     store: NetworkStore, request: JoinRequest | QuorumReport | LeaveNotice, timeout: timedelta
 ) -> StartQuorum | RetryJoin | None:
-    """Send a request, and wait for the answer; None after the end of the training, and for a notice.
+    """Send a request to the coordinator, and wait for the answer.
 
-    Raises RankLostError if this process was declared lost, and the errors of :meth:`NetworkStore.call`.
+    The answer is None after the end of the training, and for a LeaveNotice. Raises RankLostError if the coordinator
+    declared this process lost, and the errors of :meth:`NetworkStore.call`.
     """
     body = msgspec.msgpack.encode(request)
     answer: StartQuorum | RetryJoin | None = _decode_answer(
@@ -68,7 +70,7 @@ def request_quorum(
 
 
 class _CoordinatedStore(ServedStore):
-    """The store, the coordinator and the requests that wait for it. Used in the loop's thread only."""
+    """The store, the coordinator, and the requests that wait for its answer. Only the event loop's thread uses it."""
 
     def __init__(self, coordinator: Coordinator, expel: Callable[[int], None], fail: Callable[[str], None]) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ class _CoordinatedStore(ServedStore):
         self._expel, self._fail = expel, fail
         self._waiting: dict[int, tuple[Peer, Header]] = {}
         self._first_usable = 0
-        """The lowest number of a quorum whose keys may be used."""
+        """The lowest quorum number whose keys are still valid. Requests for keys of lower numbers fail."""
         self._timer: asyncio.TimerHandle | None = None
 
     @override
@@ -164,17 +166,17 @@ def _ended(quorum: int) -> PacelineError:
 
 
 class CoordinatorServer(Closing):
-    """A coordinator and its store, served by a thread until :meth:`close`. All methods are thread-safe.
+    """A coordinator and its store. A background thread serves them until :meth:`close`. All methods are thread-safe.
 
-    `expel` is called in that thread with a process that was declared lost and must end.
+    The thread calls `expel` with the number (incarnation) of a process that was declared lost and must end.
     """
 
     def __init__(
         self, coordinator: Coordinator, address: Address, token: str, tls: TLS | None, expel: Callable[[int], None]
     ) -> None:
-        """Raises AddressError if the address cannot be used."""
+        """Start the server. Raises AddressError if it cannot listen at the address."""
         self.failure: str | None = None
-        """The reason for which the training cannot continue."""
+        """The reason for which the training cannot continue; None if it can."""
         self._coordinator = coordinator
         self._store = _CoordinatedStore(coordinator, expel, self._record_failure)
         self._server = StoreServer(address, token, Hello(role=COORDINATOR), tls, store=self._store)
@@ -184,11 +186,11 @@ class CoordinatorServer(Closing):
         self.failure = reason
 
     def started(self, member: int) -> None:
-        """Expect a new process."""
+        """Record that a new process was started, so that the coordinator expects its request."""
         self._server.call(lambda: self._coordinator.started(member))
 
     def ended(self, member: int, *, is_failure: bool) -> None:
-        """Remove a process that has ended."""
+        """Record that a process has ended. It no longer takes part in the training."""
         self._server.call(lambda: self._store.carry_out(self._coordinator.ended(member, is_failure=is_failure)))
 
     def has_joined(self, member: int) -> bool:

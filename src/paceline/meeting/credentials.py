@@ -1,7 +1,7 @@
-"""Authenticate the ranks of one program: by a given token, or by a key of this machine's user.
+"""The token with which the ranks of a program authenticate each other: a given token, or one made from a user's key.
 
-Without ``PACELINE_TOKEN``, ranks of one machine use a random key in a file that only their user can read. Processes of
-the same user could read the ranks' memory anyway; other users cannot guess the key.
+Without ``PACELINE_TOKEN``, the ranks on one machine use a random key in a file that only their user can read. Other
+users cannot guess the key. Processes of this user can read it, but they could read the memory of the ranks too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _KEY_BYTES: Final = 32
 def choose_secret(token: str | None, *, is_local: bool, where: str, runtime_dir: Path | None) -> str:
     """Return the given token. Without one, derive a token from the user's key if all ranks are on this machine.
 
-    ``where`` names the place of the rendezvous, ``runtime_dir`` is ``XDG_RUNTIME_DIR``. Raises UsageError without a
-    token if other machines may take part, or without a folder for the key.
+    ``where`` is the address of the rendezvous, for error messages. ``runtime_dir`` is ``XDG_RUNTIME_DIR``. Without a
+    token, raises UsageError if ranks on other machines may take part, or if there is no folder for the key.
     """
     if token is not None:
         return check_token(token)
@@ -41,30 +41,31 @@ def choose_secret(token: str | None, *, is_local: bool, where: str, runtime_dir:
 
 
 def derive_token(secret: str, *context: str) -> str:
-    """Return a token, 64 hex digits, that only holders of ``secret`` can compute; it depends on the context."""
+    """Return a token of 64 hex digits, which only processes with ``secret`` can compute. It depends on ``context``."""
     text = join_fields(b"paceline", *(part.encode() for part in context))
     return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
 
 
 def user_key(runtime_dir: Path | None = None) -> bytes:
-    """Return the key of this machine's user; create it at first use. Raises UsageError without a folder for the key.
+    """Return the key of this user on this machine, and create it at the first use.
 
-    The folder and the file must belong to this user and be closed to other users, so that they cannot plant a key.
+    The folder and the file must belong to this user, and other users must not have access, so that they cannot write a
+    key of their own. Raises UsageError if there is no folder for the key.
     """
     return _key_in(tuple(folders(runtime_dir)))
 
 
 def job_token(job: str) -> str:
-    """Return the token of a job whose machines share the user's home folder. It depends on the job.
+    """Return a token for a job on several machines that share the user's home folder. It depends on the name `job`.
 
-    Raises UsageError without a home folder.
+    Raises UsageError if the user has no home folder.
     """
     user = os.getuid() if hasattr(os, "getuid") else 0
     return derive_token(_key_in((_home(user) / ".cache" / "paceline",)).hex(), "job", job)
 
 
 def _key_in(places: Sequence[Path]) -> bytes:
-    """Return the key in the first private folder; create the folder and the key if they are missing."""
+    """Return the key in the first of the folders that is private. Create the folder and the key if they are missing."""
     for folder in places:
         try:
             folder.mkdir(mode=0o700, parents=folder.parent.name == ".cache", exist_ok=True)
@@ -81,7 +82,7 @@ def _key_in(places: Sequence[Path]) -> bytes:
 
 
 def folders(runtime_dir: Path | None) -> Iterator[Path]:
-    """Yield the folders for the key, in the order in which all ranks of a machine try them."""
+    """Yield the possible folders for the key, in the order in which all ranks of a machine try them."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     if runtime_dir is not None:
         yield runtime_dir / "paceline"
@@ -109,7 +110,7 @@ def _read_or_make(folder: Path) -> bytes:
         try:
             with open(descriptor, "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            with contextlib.suppress(FileExistsError):  # another process has created the key first, so its key is used
+            with contextlib.suppress(FileExistsError):  # another process has created a key first, which is used
                 os.link(fresh, path)
         finally:
             fresh.unlink()

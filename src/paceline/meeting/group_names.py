@@ -1,12 +1,14 @@
-"""Agree on the name of a group: equal on all its ranks, different from the names of their earlier groups.
+"""Agree on the name of a new group. The name is equal on all its ranks, and differs from the names of earlier groups.
 
-A name ends in a number, which every rank counts. The ranks exchange their counts and use the highest count, because a
-rank that failed to create a group is ahead of a missing rank.
+A name ends in a number. Each rank counts its attempts to create a group of these ranks. If an attempt failed because a
+rank was missing, the other ranks have a higher count than the missing rank. Therefore the ranks exchange their counts
+through the store, and use the highest count in the name.
 
-A count stays in the store until its rank publishes the next count; a rank with a failed attempt deletes its count. So a
-stored count is from the current attempt, or from an earlier attempt that succeeded for its rank. In the second case all
-ranks took part in the earlier attempt, and now have higher counts. Hence all ranks find the same maximum. A rank may
-also be ahead of ranks that still wait for its count, so it also publishes the counts of its last groups.
+A rank's count stays in the store until the rank publishes its next count. After a failed attempt, the rank deletes its
+count. So a count in the store belongs to the current attempt, or to an earlier attempt that succeeded for its rank. In
+the second case, all ranks took part in the earlier attempt, and now have higher counts. So all ranks find the same
+maximum. A fast rank may publish its next count before slower ranks have read the previous one. Therefore each rank also
+publishes the counts of its last groups.
 """
 
 from __future__ import annotations
@@ -26,31 +28,34 @@ _NUM_AGREED: Final = 64
 
 
 class _Count(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's count, for the other ranks."""
+    """The count of one rank's attempts to create a group, as the other ranks read it from the store."""
 
     number: int
     agreed: list[int]
-    """The counts of the groups that were created last. Counts of failed attempts are not included."""
+    """The counts of the last groups that this rank created. The counts of failed attempts are left out."""
 
     def number_for(self, number: int) -> int:
-        """Return this rank's count of the attempt to which another rank gave the count ``number``."""
+        """Return the count that this rank published for the attempt with another rank's count ``number``."""
         return next((earlier for earlier in self.agreed if earlier >= number), self.number)
 
 
 class GroupNames:
-    """Creates the names of one rank's groups."""
+    """Creates the names of the groups in which one rank takes part."""
 
     def __init__(self, store: Store, rank: int, program: str, check_alive: RankCheck) -> None:
-        """`rank` is the rank in the program; `check_alive` raises :class:`EndedError` for ranks that have ended."""
+        """`rank` is this process's rank in the program.
+
+        ``check_alive(ranks)`` raises EndedError if ranks have ended.
+        """
         self._store, self._rank, self._program, self._check_alive = store, rank, program, check_alive
         self._counts: dict[str, int] = {}
         self._agreed: dict[str, list[int]] = {}
 
     @contextlib.contextmanager
     def next(self, ranks: tuple[int, ...], label: str, timeout_s: float) -> Iterator[str]:
-        """Yield the name of the next group of these ranks; the block must create the group.
+        """Yield the name of the next group of these ranks, for a ``with`` block that creates the group.
 
-        Raises RankLostError with the missing ranks, and EndedError for ranks that have ended.
+        Raises RankLostError if ranks are missing at the timeout, and EndedError if ranks have ended.
         """
         base_name = f"{self._program}/{label}{','.join(map(str, ranks))}"
         number = self._counts[base_name] = self._counts.get(base_name, 0) + 1
@@ -83,7 +88,7 @@ class GroupNames:
             yield f"{base_name}#{number}"
             agreed.append(number)
         except (ConnectionLostError, DeadlineError):
-            raise  # keep the count, because the store is lost and nothing can be deleted
+            raise  # the store is lost, so the count cannot be deleted from it
         except BaseException:
             with contextlib.suppress(Exception):
                 count_store.delete(f"number/rank {position}")
@@ -91,7 +96,7 @@ class GroupNames:
 
 
 class EndedError(RankLostError):
-    """A group cannot be created, because ranks (world ranks) died or left."""
+    """Raised if a group cannot be created, because ranks died or left. The numbers are ranks in the whole program."""
 
 
 def absent(ranks: tuple[int, ...], group: str) -> RankLostError:

@@ -1,7 +1,8 @@
-"""Serve rank 0's store to the other ranks: an asyncio loop in a daemon thread, and blocking clients.
+"""The store of rank 0, and the clients with which the other ranks use it over the network.
 
-Request and answer are one frame each. A collect waits for all its keys or a timeout, and returns the present
-values. A client has one connection per concurrent call, so a waiting collect does not block other calls.
+The server is an event loop in a daemon thread, and the clients block. Each request and each answer is one frame. A
+COLLECT request waits until all its keys are set or its timeout has passed, and returns the values that are set. A
+client has one connection for each concurrent call, so that a waiting COLLECT does not block other calls.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from paceline.transport.tls.contexts import TLS
 LIMITS = Limits(max_frame_bytes=1 << 26, max_meta_bytes=1 << 16)
 _LINGER_S = 2.0
 _ANSWER_S = 30.0
-"""The longest time for the answer to a request that does not wait."""
+"""The maximum time until the answer to a request that need not wait for keys."""
 _MAX_COLLECT_S: Final = 60.0
 
 
 class StoreCall(IntEnum):
-    """Kinds of requests and answers."""
+    """The kinds of the store's requests and answers."""
 
     SET = FIRST_APPLICATION_KIND
     DELETE = FIRST_APPLICATION_KIND + 1
@@ -45,13 +46,13 @@ class StoreCall(IntEnum):
 
 
 class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Meta of a SET or DELETE."""
+    """The meta part of a SET or DELETE request."""
 
     key: str
 
 
 class CollectRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Body of a COLLECT; it may be large."""
+    """The body of a COLLECT request, which may be too large for the meta part."""
 
     keys: tuple[str, ...]
     wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=_MAX_COLLECT_S)]
@@ -69,7 +70,7 @@ class _Collecting:
 
 
 class ServedStore(Handler):
-    """The values, and the requests that wait for them. Used in the loop's thread only."""
+    """The values of the store, and the requests that wait for values. Only the event loop's thread uses it."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -77,7 +78,7 @@ class ServedStore(Handler):
         """The waiting requests for each missing key."""
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Answer a request now or when its key is set."""
+        """Answer a request now, or when the keys for which it waits are set."""
         if header.kind == StoreCall.SET:
             self.set(decode_request(meta).key, bytes(body))
             peer.send(*frame_parts(StoreCall.DONE))
@@ -105,7 +106,7 @@ class ServedStore(Handler):
                 self._answer(collecting)
 
     def drop(self, prefix: str, error: PacelineError) -> None:
-        """Remove the keys with a prefix; requests that wait for one raise `error`."""
+        """Remove the keys with a prefix. Requests that wait for such keys fail with `error`."""
         self._values = {key: value for key, value in self._values.items() if not key.startswith(prefix)}
         waiting = [waiting for key, waiting in self._collecting.items() if key.startswith(prefix)]
         for collecting in {request for requests in waiting for request in requests}:
@@ -113,7 +114,7 @@ class ServedStore(Handler):
             collecting.peer.send_error(collecting.header, error)
 
     def _check_key(self, key: str) -> None:
-        """Raise a PacelineError for a key that may not be used (any more)."""
+        """Raise a PacelineError if the key must not be used, or must not be used any longer."""
 
     def _collect(self, peer: Peer, header: Header, body: memoryview) -> None:
         wanted = _decode_wanted(body)
@@ -145,7 +146,9 @@ class ServedStore(Handler):
 
 
 class StoreServer:
-    """The store, served at one address until :meth:`close`. Raises AddressError if it cannot listen there."""
+    """The server of a store at one address, until :meth:`close`. The constructor raises AddressError if it cannot
+    listen.
+    """
 
     def __init__(
         self, address: Address, token: str, hello: Hello, tls: TLS | None = None, *, store: ServedStore | None = None
@@ -181,20 +184,20 @@ class StoreServer:
             await self._stop.wait()
             deadline = time.monotonic() + _LINGER_S
             while listener.num_connections and time.monotonic() < deadline:
-                await asyncio.sleep(0.005)  # wait, because other ranks may still read values
+                await asyncio.sleep(0.005)  # other ranks may still read values until they disconnect
         finally:
             await listener.close()
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Call a function in the loop's thread, unless the loop has ended. Thread-safe."""
+        """Call a function in the event loop's thread, unless the loop has ended. Thread-safe."""
         if self._thread.is_alive() and self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(function)
             except RuntimeError:
-                pass  # the loop has ended
+                pass  # the event loop has ended
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a function in the loop's thread, and wait for its end. Raises its error."""
+        """Call a function in the event loop's thread, wait for its end, and raise its error if it fails."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -215,7 +218,7 @@ class StoreServer:
 
 
 class NetworkStore(Store):
-    """A client of the store at rank 0; at rank 0 it also closes the server."""
+    """A client of rank 0's store. In the process of rank 0, the client also owns and closes the server."""
 
     server_rank = 0
 
@@ -230,9 +233,9 @@ class NetworkStore(Store):
         answer_s: float = _ANSWER_S,
         tls: TLS | None = None,
     ) -> None:
-        """Connect. Raises the errors of :meth:`Transport.connect`.
+        """Connect to the store. Raises the errors of :meth:`Transport.connect`.
 
-        `answer_s` is the longest time for an answer, in addition to the request's own wait.
+        `answer_s` is the maximum time until an answer, in addition to the time for which the request itself may wait.
         """
         self.address, self.place = address, address.netloc
         self._answer_s = min(answer_s, _ANSWER_S)
@@ -244,7 +247,7 @@ class NetworkStore(Store):
         self._busy: set[Channel] = set()
         first = self._transport.connect(address, hello, timeout_s=timeout_s)
         self.peer = first.peer
-        """The server's Hello."""
+        """The Hello (identity) that the server sent in the handshake."""
         self._idle = [first]
 
     @override
@@ -269,7 +272,7 @@ class NetworkStore(Store):
 
     @override
     def close(self) -> None:
-        """Close the connections; calls that wait in other threads raise GroupClosedError."""
+        """Close the connections. Calls that wait in other threads then raise GroupClosedError."""
         with self._lock:
             self._is_closed = True
             channels = [*self._idle, *self._busy]
@@ -280,7 +283,7 @@ class NetworkStore(Store):
             self._server.close()
 
     def call(self, kind: StoreCall, timeout_s: float, *, meta: bytes = b"", body: bytes = b"") -> bytes:
-        """Send a request on a connection of its own; return the answer's body."""
+        """Send a request on a connection that no other call uses, and return the body of the answer."""
         channel = self._take(timeout_s)
         is_answered = False
         try:
@@ -289,7 +292,9 @@ class NetworkStore(Store):
             is_answered = True
             return bytes(answer.body)
         except PacelineError as error:
-            is_answered = isinstance(error, UsageError)  # an answer of the server; other errors break the connection
+            is_answered = isinstance(
+                error, UsageError
+            )  # the server's answer; after other errors the connection is closed
             self._raise_if_closed()
             raise
         finally:

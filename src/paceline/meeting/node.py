@@ -1,7 +1,8 @@
-"""Accept and authenticate connections from other ranks, and pass them to the groups that wait for them.
+"""The node of a process: it accepts and authenticates connections of other ranks, and passes them to its groups.
 
-Each handshake runs in a short-lived thread, so a silent client blocks no other client; if there are too many, the
-oldest is dropped. The client's Hello contains the group, the client's rank in the group, and the purpose.
+Each handshake runs in a short-lived thread, so that a silent client does not block other clients. If too many
+connections are not authenticated, the oldest is dropped. The client's Hello (identity) contains the name of the group,
+the client's rank in the group, and the purpose of the connection.
 """
 
 from __future__ import annotations
@@ -49,49 +50,55 @@ Purpose: TypeAlias = Literal["collective", "p2p", "rpc", "status"]
 _logger = logging.getLogger("paceline.meeting")
 _HANDSHAKE_S = 10.0
 _MAX_STRANGERS = 64
-"""Largest number of connections before authentication."""
+"""The maximum number of connections that are not authenticated yet."""
 _NUM_ATTEMPTS = 4
-"""Attempts to connect: a node may drop connections before authentication if there are too many."""
+"""The number of attempts to connect. An attempt fails if the node drops it because of too many connections."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.03, 0.12
 _MAX_ANSWER_BYTES = 1 << 20
 _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
-"""These settings detect the loss of a host after 40 s."""
+"""The keepalive settings of TCP connections. With them the system detects the loss of a host after 40 s."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
-    """Address and properties of a node, for the other ranks."""
+    """The address and the properties of a node, which all ranks receive when they join the program."""
 
     id: str
-    """Random; distinguishes the node from later nodes with the same address."""
+    """A random id, which later nodes at the address of this node do not have."""
     endpoint: Endpoint
     pid: int
     memory_domain: str
-    """A string that is equal for two nodes exactly if their processes can share memory."""
+    """A string that is equal for two nodes if and only if their processes can share memory."""
     algorithm: str = ""
-    """The collective algorithm that this rank requests, equal on all ranks; empty if the tuner chooses."""
+    """The collective algorithm that the user of this rank selected; empty if the tuner chooses one."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> NodeInfo:
-        """Decode the result of :meth:`encode`; raise ProtocolError for other data."""
+        """Decode the result of :meth:`encode`. Raises ProtocolError for other data."""
         info: NodeInfo = read_meta(data, cls, "a description of a node")
         return info
 
 
 class ConnectionReceiver(Protocol):
-    """Receiver of all connections of one group and purpose; called in the acceptor's threads."""
+    """An object that receives all connections of one group and purpose. The threads of the node call its methods."""
 
     def coming(self, rank: int) -> None:
-        """Expect a call of ``arrived`` with a connection that is not accepted yet. Must not wait or call the node."""
+        """Record that a connection of ``rank`` is in its handshake, so that ``arrived`` will be called.
+
+        The method must not wait, and must not call methods of the node.
+        """
 
     def arrived(self, rank: int, connected: socket.socket | None) -> None:
-        """Take over the non-blocking connection; ``None`` if the handshake failed."""
+        """Take over a non-blocking connection of ``rank``. ``connected`` is None if the handshake failed."""
 
 
 def memory_domain() -> str:
-    """Return a string that is equal in two processes exactly if they share memory, host, user and process namespace."""
+    """Return a string that is equal in two processes if and only if they can share memory.
+
+    They must have the same host, user and process namespace.
+    """
     try:
         shared = f"shm:{os.stat('/dev/shm').st_dev}"
     except OSError:
@@ -101,12 +108,15 @@ def memory_domain() -> str:
 
 
 class Node:
-    """A listener from construction to :meth:`close`. Thread-safe, but not usable in a forked child."""
+    """A listener for connections of other ranks, from its construction to :meth:`close`.
+
+    A node is thread-safe. It cannot be used in a forked child process.
+    """
 
     def __init__(self, token: str, *, host: str = "127.0.0.1", tls: TLS | None = None) -> None:
-        """Listen on a free port of ``host`` and on a Unix socket. Raises AddressError.
+        """Listen on a free port of ``host`` and on a Unix socket. With ``tls``, TCP connections are encrypted.
 
-        With ``tls``, TCP connections are encrypted. Raises UsageError for a bad file.
+        Raises AddressError if this process cannot listen on ``host``, and UsageError for an invalid file of ``tls``.
         """
         self._token = check_token(token)
         self._server_context = None if tls is None else tls.server_context()
@@ -128,7 +138,9 @@ class Node:
         self._parked: dict[tuple[str, int, str], deque[socket.socket]] = {}
         self._receivers: dict[tuple[str, str], ConnectionReceiver] = {}
         self._statuses: dict[str, Callable[[], bytes]] = {}
-        self._greeters: dict[threading.Thread, socket.socket | None] = {}  # thread → the connection that it greets
+        self._greeters: dict[
+            threading.Thread, socket.socket | None
+        ] = {}  # each thread, and the socket of its handshake
         self._strangers: UnauthenticatedConnections[socket.socket] = UnauthenticatedConnections(_MAX_STRANGERS)
         self._waker, self._wakened = socket.socketpair()
         self._thread = threading.Thread(
@@ -137,14 +149,14 @@ class Node:
         self._thread.start()
 
     def connect(self, info: NodeInfo, group: str, rank: int, purpose: Purpose, deadline: float) -> socket.socket:
-        """Connect to another node as rank ``rank`` of the group; return a non-blocking socket.
+        """Connect to another node as rank ``rank`` of the group, and return a non-blocking socket.
 
         Raises AddressError (no process listens there), DeadlineError, AuthenticationError or another PeerError.
         """
         return ready(self._open(info, group, rank, purpose, deadline))
 
     def accept(self, group: str, rank: int, purpose: Purpose, deadline: float) -> socket.socket:
-        """Wait until a rank of the group connects; return a non-blocking socket. Raises DeadlineError."""
+        """Wait until ``rank`` of the group connects, and return a non-blocking socket. Raises DeadlineError."""
         key = (group, rank, purpose)
         with self._changed:
             arrived = self._changed.wait_for(
@@ -160,7 +172,7 @@ class Node:
             return connected
 
     def take(self, group: str, purpose: Purpose, receiver: ConnectionReceiver) -> None:
-        """Pass every connection of this group and purpose to ``receiver``, including waiting connections."""
+        """Pass all connections of this group and purpose to ``receiver``, including those that already wait."""
         with self._changed:
             self._receivers[group, purpose] = receiver
             waiting = [key for key in self._parked if key[0] == group and key[2] == purpose]
@@ -170,15 +182,18 @@ class Node:
             receiver.arrived(rank, connected)
 
     def set_status(self, group: str, status: Callable[[], bytes]) -> None:
-        """Set the function that answers :meth:`request_status`, in a thread of the node. It must not wait."""
+        """Set the function that returns the answer to other ranks' :meth:`request_status`.
+
+        A thread of the node calls the function, which must not wait.
+        """
         with self._changed:
             self._statuses[group] = status
 
     def request_status(self, info: NodeInfo, group: str, timeout_s: float) -> bytes | None:
-        """Return another node's answer for a group; empty if the node has no such group.
+        """Request the status of another rank in a group, and return its answer. It is empty without such a group.
 
-        ``None`` means no answer in time: the process is stopped or its machine unreachable. Raises AddressError if the
-        process has ended, and PeerError if the connection broke.
+        Return None if there is no answer in time, because the process is stopped or its machine is unreachable. Raises
+        AddressError if the process has ended, and PeerError if the connection broke.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -197,7 +212,7 @@ class Node:
             raise PeerError(f"the node at {info.endpoint} broke the connection ({error})") from None
 
     def is_listening(self, info: NodeInfo, timeout_s: float = 1.0) -> bool:
-        """Return whether a process listens at the node's address; a stopped process does."""
+        """Return whether a process listens at another node's address. A stopped process still listens."""
         try:
             open_socket(info.endpoint.best(), timeout_s).close()
         except AddressError:
@@ -207,7 +222,7 @@ class Node:
         return True
 
     def forget(self, group: str) -> None:
-        """Close the waiting connections of a group, and stop answering for the group."""
+        """Close the waiting connections of a group, and answer no more status requests for the group."""
         with self._changed:
             self._statuses.pop(group, None)
             for taken in [key for key in self._receivers if key[0] == group]:
@@ -230,7 +245,7 @@ class Node:
                 for connected in parked:
                     connected.close()
             self._parked.clear()
-        with contextlib.suppress(OSError):  # the acceptor has already ended
+        with contextlib.suppress(OSError):  # raised if the thread that accepts connections has already ended
             self._waker.send(b"\0")
         self._thread.join()
         for greeter in list(self._greeters):
@@ -265,7 +280,7 @@ class Node:
         context = self._client_context if address.scheme == "tcp" else None
         return connect_stream(address, self._token, hello, timeout_s, listener=info.id, context=context)[0]
 
-    # Methods that run in the threads of the acceptor and the greeters.
+    # The following methods run in the threads that accept connections and do handshakes.
 
     def _accept_all(self, listening: list[socket.socket]) -> None:
         with selectors.DefaultSelector() as selector:
@@ -285,7 +300,7 @@ class Node:
         except OSError as error:
             if not isinstance(error, (BlockingIOError, ConnectionError)):
                 _logger.warning("cannot accept a connection: %s", error)
-                time.sleep(0.05)  # probably no descriptor is free; wait until some are released
+                time.sleep(0.05)  # probably all file descriptors are in use; wait until some are free
             return
         if is_other_user(connected):
             connected.close()
@@ -300,7 +315,8 @@ class Node:
             greeter.start()
         if dropped is not None:
             _logger.debug("too many connections before authentication; dropped the oldest")
-            # Only the greeter may close the socket: after a close, its descriptor could belong to another connection.
+            # Only the thread of the handshake may close the socket. Otherwise the thread could use the descriptor after
+            # the system has given it to another connection.
             with contextlib.suppress(OSError):
                 dropped.shutdown(socket.SHUT_RDWR)
 
@@ -351,7 +367,7 @@ class Node:
                     handed = None
                 elif not expected:
                     receiver = self._receivers.get((_group_of(hello), hello.role))
-                    if receiver is not None:  # the receiver was registered during the handshake
+                    if receiver is not None:  # it was registered by take() during the handshake
                         expected.append((receiver, hello.rank))
                         receiver.coming(hello.rank)
                     else:
@@ -375,7 +391,7 @@ def _group_of(hello: Hello) -> str:
 
 
 def ready(connected: socket.socket) -> socket.socket:
-    """Configure a socket for links: non-blocking, no delays, large Unix buffers, TCP keepalive."""
+    """Configure a connected socket: non-blocking, without delays, large buffers for Unix sockets, keepalive for TCP."""
     if connected.family == getattr(socket, "AF_UNIX", None):
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connected.setsockopt(socket.SOL_SOCKET, option, 1 << 22)

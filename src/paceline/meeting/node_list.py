@@ -10,14 +10,14 @@ from typing import Final
 from paceline.errors import UsageError, printable
 
 MAX_NODES: Final = 100_000
-"""Maximum number of names in a list, because a range such as ``[0-999999999]`` in a damaged list needs much memory."""
+"""The maximum number of names in a list. A damaged list may have a range that is too large for memory."""
 _SHOWN_CHARS: Final = 80
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def parse_node_list(text: str, name: str = "the node list") -> tuple[str, ...]:
-    """Return the names in a list of nodes, in its order; `name` identifies it in errors. Raises UsageError."""
+    """Return the names in a list of nodes, in order. Raises UsageError, whose text contains the `name` of the list."""
     names: list[str] = []
     for pattern in _split(text, name):
         names += itertools.islice(_expand(pattern, text, name), MAX_NODES + 1)
@@ -27,7 +27,7 @@ def parse_node_list(text: str, name: str = "the node list") -> tuple[str, ...]:
 
 
 def parse_repeated(text: str, name: str) -> tuple[int, ...]:
-    """Return the numbers of a list with repetitions, such as (2, 2, 2, 1) for ``2(x3),1``. Raises UsageError."""
+    """Return the numbers of a list with repetitions: ``2(x3),1`` gives (2, 2, 2, 1). Raises UsageError if invalid."""
     numbers: list[int] = []
     for part in text.split(","):
         found = _REPEATED.fullmatch(part)
@@ -39,7 +39,7 @@ def parse_repeated(text: str, name: str) -> tuple[int, ...]:
 
 
 def _split(text: str, name: str) -> Iterator[str]:
-    """Yield the parts between commas outside of brackets."""
+    """Yield the parts of a list of nodes, which are separated by commas outside of brackets."""
     depth, start = 0, 0
     for index, character in enumerate(text):
         depth += (character == "[") - (character == "]")
@@ -54,7 +54,7 @@ def _split(text: str, name: str) -> Iterator[str]:
 
 
 def _expand(pattern: str, text: str, name: str) -> Iterator[str]:
-    """Yield the names of one part, with every combination of the numbers in its brackets."""
+    """Yield the names that one part of the list describes: one for each combination of the numbers in its brackets."""
     pieces: list[Sequence[str]] = []
     for index, piece in enumerate(re.split(r"[\[\]]", pattern)):
         numbers = itertools.islice(_numbers(piece, text, name), MAX_NODES + 1)

@@ -1,11 +1,11 @@
-"""Connect the ranks of a program: rank 0 serves a store at a known address.
+"""Rendezvous: the ranks of a program meet in a store, which rank 0 serves at a known address.
 
-The address is ``MASTER_ADDR:MASTER_PORT``; under mpirun and Slurm, :func:`default_place` has defaults. Under torchrun
-this port is in use, because its agent serves PyTorch's own store there (``TORCHELASTIC_USE_AGENT_STORE``). Then rank 0
-takes the first free port of the following eight, and the other ranks try them in turn until a port answers for the same
-run (``TORCHELASTIC_RUN_ID`` and restart).
+The address is ``MASTER_ADDR:MASTER_PORT``. Under mpirun and Slurm, :func:`default_place` computes a default address.
+Under torchrun this port is in use, because torchrun's agent serves PyTorch's own store there
+(``TORCHELASTIC_USE_AGENT_STORE``). In this case rank 0 uses the first free port of the next eight. The other ranks try
+these ports in turn, until a store of this run answers (it has the same ``TORCHELASTIC_RUN_ID`` and restart number).
 
-All ranks need the same token (``PACELINE_TOKEN``). On one machine it is optional: see
+All ranks need one token (``PACELINE_TOKEN``). If all ranks are on one machine, the token is optional: see
 :mod:`paceline.meeting.credentials`.
 """
 
@@ -41,29 +41,29 @@ from paceline.transport.tls.contexts import TLS
 _NUM_AGENT_PORTS = 8
 _ATTEMPT_S = 5.0
 _SHORT_ATTEMPT_S = 1.0
-"""Timeout of an attempt if there are several addresses, because a listener may be silent."""
+"""The timeout of an attempt to connect if there are several addresses. Another program at an address may be silent."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
-_FIRST_PORT, _NUM_PORTS = 20000, 10000  # default ports, below the ports that operating systems assign
+_FIRST_PORT, _NUM_PORTS = 20000, 10000  # the range of default ports, below the ports that systems assign to clients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """A rank's result of the rendezvous."""
+    """The result of the rendezvous for one rank: its rank, the size of the program, the store and the token."""
 
     store: Store
     rank: int
     world_size: int
     local_rank: int | None = None
-    """The rank among the ranks of this machine; ``None`` if the launcher does not set it."""
+    """The number of this process among the ranks of this machine; None if the launcher does not set it."""
     local_world_size: int | None = None
     address: Address | None = None
-    """Address of the store; ``None`` for a single rank."""
+    """The address of the store; None if the program has one rank."""
     token: str = field(repr=False)
     host: str = LOOPBACK
-    """Address of this machine for the other ranks."""
+    """The address of this machine that other ranks use."""
 
     def close(self) -> None:
-        """Close the store; rank 0 waits briefly for the other ranks. Idempotent."""
+        """Close the store. Rank 0 first waits up to two seconds for the other ranks to disconnect. Idempotent."""
         self.store.close()
 
 
@@ -77,14 +77,15 @@ def rendezvous(
     variables: Environment | None = None,
     tls: TLS | None = None,
 ) -> Meeting:
-    """Find the store of this program. Missing arguments come from the environment (``variables``).
+    """Create the store of this program on rank 0, or connect to it on the other ranks.
 
-    Rank 0 serves the store at ``address`` (``host:port``). The other ranks retry for ``timeout_s`` seconds, so ranks
-    may start in any order. It does not wait for all ranks: see :func:`.store.exchange`.
+    Missing arguments come from environment variables (``variables``). Rank 0 serves the store at ``address``
+    (``host:port``). The other ranks retry for ``timeout_s`` seconds, so the ranks may start in any order. The function
+    does not wait for all ranks. :func:`.store.exchange` waits for them.
 
-    Raises UsageError (invalid numbers, no address or token, two programs at one address), AddressError (rank 0 cannot
-    listen there), AuthenticationError (another token), DeadlineError (no answer in time) or ProtocolError (the answer
-    of another program).
+    Raises UsageError if numbers are invalid, the address or token is missing, or two programs use one address;
+    AddressError if rank 0 cannot listen there; AuthenticationError if the tokens differ; DeadlineError if rank 0 does
+    not answer in time; and ProtocolError if another program answers.
     """
     variables = environment() if variables is None else variables
     rank, world_size = _numbers(rank, world_size, variables)
@@ -128,7 +129,7 @@ def rendezvous(
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is a loopback address or ``localhost``; other names are not resolved."""
+    """Return whether a host is a loopback address or ``localhost``. Other host names are not looked up."""
     if host == "localhost":
         return True
     try:
@@ -138,13 +139,13 @@ def is_loopback(host: str) -> bool:
 
 
 def own_host(rendezvous_host: str) -> str:
-    """Return the address of this machine on the route to the rendezvous, for the other ranks."""
+    """Return the address of this machine on the route to the rendezvous. Other ranks connect to this address."""
     if is_loopback(rendezvous_host):
         return "::1" if ":" in rendezvous_host else LOOPBACK
     try:
         family, _, _, _, place = socket.getaddrinfo(rendezvous_host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing, but makes the system choose a route
+            probe.connect(place)  # sends nothing, but the system chooses a route and a local address
             found = str(probe.getsockname()[0])
     except OSError as error:
         raise AddressError(
@@ -170,7 +171,7 @@ def _numbers(rank: int | None, world_size: int | None, variables: Environment) -
 
 
 def check_rank(rank: int, world_size: int) -> None:
-    """Raise UsageError unless there is a rank of this number."""
+    """Raise UsageError if `rank` is not a number from 0 to `world_size` - 1."""
     if world_size < 1 or not 0 <= rank < world_size:
         raise UsageError(f"got rank {rank} of {world_size}, expected a rank from 0 to the world size - 1")
 
@@ -188,10 +189,10 @@ def _places(address: str | None, world_size: int, variables: Environment) -> lis
 
 
 def default_place(world_size: int, variables: Environment) -> Address:
-    """Return ``MASTER_ADDR:MASTER_PORT``, where the ranks meet. Raises UsageError if the place is unknown.
+    """Return the address at which the ranks meet, ``MASTER_ADDR:MASTER_PORT``. Raises UsageError if it is unknown.
 
-    If all ranks are on this machine, the default host is loopback. Under mpirun and Slurm the default port depends on
-    the job.
+    If all ranks are on this machine, the default host is the loopback address. Under mpirun and Slurm, the default port
+    is computed from the id of the job.
     """
     host, port = variables.master_addr, variables.master_port
     if host is None and variables.local_world_size == world_size:
@@ -210,16 +211,16 @@ def default_place(world_size: int, variables: Environment) -> Address:
 
 
 def port_of_job(job: str) -> int:
-    """Return the port where the ranks of a job meet, unless they have another address."""
+    """Return the default port at which the ranks of a job meet. It is computed from the job's id."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 
 class _Server(StoreServer):
-    """The store's server. `is_everywhere` is true if it listens on every address of this machine."""
+    """The server of the store. `is_everywhere` is true if the server listens on every address of this machine."""
 
     def __init__(self, place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
-        # If the host is not an address of this machine, or resolves to loopback here, other ranks reach this machine
-        # through another of its addresses.
+        # If the host name is not an address of this machine, or is a loopback address here, the other ranks connect to
+        # another address of this machine. So the server must listen on all its addresses.
         self.is_everywhere = not is_loopback(place.host) and not _is_own(place.host)
         super().__init__(Address("tcp", "0.0.0.0", place.port) if self.is_everywhere else place, token, hello, tls)
 
@@ -254,7 +255,7 @@ def _serve(places: Sequence[Address], token: str, hello: Hello, tls: TLS | None)
 
 
 def _check_for_another_program(place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
-    """Raise UsageError if another Paceline program serves its rendezvous at this address."""
+    """Raise UsageError if the rank 0 of another Paceline program serves its store at this address."""
     try:
         other = NetworkStore(place, token, hello, timeout_s=1.0, tls=tls)
     except (PeerError, AddressError):

@@ -1,6 +1,6 @@
-"""Exchange small values between unconnected ranks: keys and values, each written once.
+"""The store with which ranks exchange small values before they are connected. Each key is written once.
 
-`rendezvous` finds the store of a program; `network_store` contains rank 0's store.
+The module `rendezvous` finds the store of a program, and `network_store` contains the store that rank 0 serves.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from paceline.errors import AuthenticationError, DeadlineError, RankLostError, U
 _SEAL_BYTES: Final = 32
 _FIRST_CHECK_S: Final = 1.0
 _CHECK_INTERVAL_S: Final = 3.0
-"""Interval at which a waiting rank checks that the other ranks are alive."""
+"""The interval at which a waiting rank checks that the other ranks are alive."""
 
 
 class Store(ABC):
-    """A few small values under readable keys, shared by all ranks. Thread-safe."""
+    """A store of a few small values under text keys. All ranks share the store. Thread-safe."""
 
     server_rank: int | None = None
-    """The rank that serves the store, if any. The store is lost when this rank ends."""
+    """The rank that serves the store; None if no rank does. The store is lost when this rank ends."""
     place = ""
-    """The store's address, for errors."""
+    """The address of the store, for error messages."""
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None:
-        """Write a value. The same value may be set again; a different value raises UsageError."""
+        """Set the value of a key. Raises UsageError if the key already has a different value."""
 
     @abstractmethod
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
-        """Wait until all these keys are set and return their values; ``None`` for keys not set in time.
+        """Wait until all keys are set, and return their values. The value of a key that is not set in time is None.
 
-        ``deadline`` is a time of ``time.monotonic``; a past deadline does not wait.
+        ``deadline`` is a time of ``time.monotonic``. If it has passed, the method does not wait.
         """
 
     def get(self, key: str, deadline: float) -> bytes:
@@ -60,11 +60,11 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the store. Idempotent."""
+        """Close this rank's access to the store. Idempotent."""
 
 
 class MemoryStore(Store):
-    """A store for the threads of one process; closing has no effect."""
+    """A store for the threads of one process. :meth:`close` has no effect."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -90,11 +90,14 @@ class MemoryStore(Store):
 
     @override
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because other threads may still use the store."""
 
 
 class PrefixStore(Store):
-    """The keys of another store that begin with ``prefix`` and a slash; closing leaves the other store open."""
+    """A view of another store: the keys that begin with ``prefix`` and a slash.
+
+    Closing it does not close that store.
+    """
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
@@ -115,13 +118,14 @@ class PrefixStore(Store):
 
     @override
     def close(self) -> None:
-        """Leave the other store open."""
+        """Do nothing: the underlying store stays open."""
 
 
 class SealedStore(Store):
-    """A store that only holders of the program's token can write to; closing it closes the underlying store.
+    """A store that rejects values from processes without the program's token. Closing it closes the underlying store.
 
-    Each value is stored with an HMAC over key and value. Everyone can read and remove values, so store no secrets.
+    Each value is stored with an HMAC of its key and value. Other processes can read and remove values, so values must
+    not be secret.
     """
 
     def __init__(self, store: Store, token: str) -> None:
@@ -135,7 +139,7 @@ class SealedStore(Store):
 
     @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
-        """Raise AuthenticationError for values written without this token."""
+        """Collect values like :meth:`Store.collect`. Raises AuthenticationError for a value with a wrong HMAC."""
         found = self._store.collect(keys, deadline)
         return [None if value is None else self._opened(key, value) for key, value in zip(keys, found, strict=True)]
 
@@ -162,7 +166,9 @@ class SealedStore(Store):
 
 
 RankCheck: TypeAlias = Callable[[Sequence[int]], None]
-"""Periodic check of awaited ranks; raises an error to end the wait, for instance for ended ranks."""
+"""A function that a waiting rank calls periodically with the missing ranks. It raises an error to end the wait, for
+example if a missing rank has ended.
+"""
 
 
 def exchange(
@@ -175,10 +181,10 @@ def exchange(
     description: str,
     check: RankCheck | None = None,
 ) -> list[bytes]:
-    """Publish this rank's value, and return the values of all ranks, in rank order.
+    """Publish this rank's value, and return the values of all ranks, in the order of ranks.
 
-    ``description`` names the exchange in error messages and is its unique key in the store. Raises RankLostError with
-    the missing ranks.
+    ``description`` must be unique: it is part of the keys in the store, and names the exchange in error messages.
+    Raises RankLostError if ranks are missing at the deadline.
     """
     start = time.monotonic()
     keys = {other: f"{description}/rank {other}" for other in range(size)}
@@ -198,9 +204,10 @@ def exchange(
 def await_all(
     store: Store, keys: Mapping[int, str], deadline: float, check: RankCheck | None
 ) -> tuple[dict[int, bytes], tuple[int, ...]]:
-    """Wait for one key of each rank; return the values, and the ranks whose keys are not set in time.
+    """Wait for one key of each rank. Return the values, and the ranks whose keys were not set in time.
 
-    A rank that deleted its key has given up. Such a rank is reported only if no other rank is missing.
+    If the key of a rank was set and then deleted, the rank has given up. Such a rank is returned only if no other rank
+    is missing.
     """
     seen: set[int] = set()
     next_check = math.inf if check is None else time.monotonic() + _FIRST_CHECK_S

@@ -1,4 +1,4 @@
-"""Check whether the processes of the ranks on this host are alive or stopped."""
+"""Check whether the processes of ranks on this host are alive or stopped."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import psutil
 
 
 class Watch:
-    """Detects the end of processes immediately, even before they are reaped."""
+    """Detects the end of processes immediately, even before their parent process has collected their exit status."""
 
     def __init__(self, processes: Mapping[int, int]) -> None:
-        """`processes` maps ranks to process ids; this process is not watched."""
+        """`processes` maps ranks to process ids. The process that creates this object is not watched."""
         self._processes = {rank: pid for rank, pid in processes.items() if pid != os.getpid()}
         self._descriptors: dict[int, int] = {}  # process descriptor → rank
         self._poll = select.poll()

@@ -1,4 +1,4 @@
-"""Hold the shared state of a program's groups: addresses of all ranks, and connections between them."""
+"""The state that all groups of a program share: the addresses of all ranks, and this rank's node."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _MAX_CHECKED = 16
 
 
 class JoinedGroup(Protocol):
-    """The world's view of a group."""
+    """The interface of a group for the world, which closes all groups at the end."""
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
 
     def disown(self) -> None:
-        """Stop using the group in a forked child, because the group belongs to the parent."""
+        """Make the group unusable in a forked child process, because its connections belong to the parent process."""
 
 
 class World:
-    """All ranks of a program, from the view of one rank."""
+    """All ranks of a program, as one rank uses them."""
 
     def __init__(
         self,
@@ -56,9 +56,10 @@ class World:
         timeout_s: float,
         algorithm: str | None = None,
     ) -> None:
-        """Connect all ranks. Raises RankLostError with the missing ranks.
+        """Exchange the addresses of all ranks. Raises RankLostError if ranks are missing after the timeout.
 
-        `algorithm` is this rank's demand; all ranks raise MismatchError if their demands differ.
+        `algorithm` is the collective algorithm that the user selected on this rank. If the ranks' algorithms differ,
+        all ranks raise MismatchError.
         """
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} of {size}, expected one from 0 to {size - 1}")
@@ -78,7 +79,7 @@ class World:
         _open_worlds.add(self)
 
     def _check_algorithms(self) -> None:
-        """Raise MismatchError if the algorithms differ, because the ranks would wait for one another."""
+        """Raise MismatchError if the ranks' algorithms differ. With different algorithms, ranks would wait forever."""
         sides: dict[str, list[int]] = {}
         for rank, info in enumerate(self.infos):
             sides.setdefault(info.algorithm, []).append(rank)
@@ -92,14 +93,14 @@ class World:
             )
 
     def check_alive(self, ranks: Sequence[int]) -> None:
-        """Raise EndedError if some of these ranks have died or left: their addresses refuse connections."""
+        """Raise EndedError if some of the ranks have died or left, so that their addresses refuse connections."""
         ended = tuple(rank for rank in ranks[:_MAX_CHECKED] if not self.node.is_listening(self.infos[rank]))
         if ended:
             raise EndedError(f"{name_ranks(ended)} died or left before its group was created", ended)
 
     @contextlib.contextmanager
     def in_ranks(self, description: str) -> Iterator[None]:
-        """Turn errors of the store into errors with the number of the rank that serves the store."""
+        """Convert errors of the store into errors whose text has the number of the rank that serves the store."""
         try:
             yield
         except (ConnectionLostError, AddressError, DeadlineError) as error:
@@ -120,7 +121,7 @@ class World:
         self._groups.discard(group)
 
     def close(self) -> None:
-        """Leave the program; the other ranks detect it. Idempotent."""
+        """Leave the program. The other ranks detect this by the closed connections. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -132,7 +133,9 @@ class World:
         self.store.close()
 
     def disown(self) -> None:
-        """Release nothing in this forked child: store, node and groups belong to the parent."""
+        """Forget the store, the node and the groups in a forked child process, because they belong to the parent
+        process.
+        """
         self.is_closed = True
         for group in self._groups:
             group.disown()
@@ -143,7 +146,7 @@ class World:
             if is_local and info.pid != os.getpid() and not is_alive(info.pid):
                 assert info.endpoint.unix is not None
                 folder = os.path.dirname(info.endpoint.unix.path)
-                if os.path.basename(folder).startswith("paceline-"):  # a folder of bind_unix()
+                if os.path.basename(folder).startswith("paceline-"):  # bind_unix() has created this folder
                     with contextlib.suppress(OSError):
                         os.unlink(info.endpoint.unix.path)
                         os.rmdir(folder)

@@ -1,4 +1,4 @@
-"""Hold a server's tables, by number."""
+"""The tables of one server, by number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.tables.types import Floats
 
 
 class ServerTable:
-    """A table's part, with its counters on this server."""
+    """A server's part of a table, with the counters and the current definition of the table."""
 
     __slots__ = (
         "declared",
@@ -37,11 +37,11 @@ class ServerTable:
         self.declared = self.spec = spec  # `spec` changes with the hyperparameters, `declared` does not
         self.part = part
         self.revision = 0
-        """The number of the last change of hyperparameters; 0 before the first."""
+        """The number of the last change of hyperparameters; 0 before the first change."""
         self.staleness = StalenessRecord()
         self.pushes = self.pulls = self.dropped = self.non_finite = 0
         self.refused: dict[int, str] = {}
-        """The reason why the sum of an iteration was rejected, for each worker that has not received the reason yet."""
+        """The reason for which the sum of an iteration was rejected. It is kept for each worker until it is sent."""
 
     def set_update(self, update: dict[str, Any], revision: int) -> None:
         self.part.set_update(from_fields(RULES, update))
@@ -49,7 +49,7 @@ class ServerTable:
 
 
 class Piece(Struct):
-    """The part of a push for one table: keys, with gradients or records (flat; empty for an erasure)."""
+    """The part of a push for one table: keys, and a flat array of gradients or records. An erasure has no array."""
 
     table: int
     selection: Selection
@@ -63,7 +63,7 @@ class ServerTables:
         self.rank = rank
         self.memory = RowMemory() if memory is None else memory
         self.by_number: dict[int, ServerTable] = {}
-        self._erased: dict[int, tuple[int, list[tuple[Buckets, int]]]] = {}  # the last erasure of each sender, in parts
+        self._erased: dict[int, tuple[int, list[tuple[Buckets, int]]]] = {}  # each sender's last erasure, with counts
 
     def find(self, number: int) -> ServerTable:
         table = self.by_number.get(number)
@@ -72,7 +72,7 @@ class ServerTables:
         return table
 
     def restrict(self, piece: Piece, buckets: Buckets) -> Piece | None:
-        """Return the part of a piece in `buckets`; None if it is empty."""
+        """Return the part of `piece` whose keys are in `buckets`. Return None if no key is in them."""
         selection, floats = self.find(piece.table).part.restrict(piece.selection, piece.floats, buckets)
         if selection is piece.selection:
             return piece
@@ -80,7 +80,7 @@ class ServerTables:
         return None if is_empty else Piece(piece.table, selection, floats)
 
     def note_erased(self, sender: int, sequence: int, buckets: Buckets, num_rows: int) -> None:
-        """Record the number of erased rows, because a repeated request gets the same reply."""
+        """Record the number of erased rows, so that a repeated request for this erasure gets an equal reply."""
         last, parts = self._erased.get(sender, (0, []))
         self._erased[sender] = sequence, [*(parts if last == sequence else ()), (buckets, num_rows)]
 

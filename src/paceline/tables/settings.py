@@ -1,6 +1,7 @@
-"""Check the settings of a table, which are users' frozen dataclasses, and convert them for messages and files.
+"""Check the settings of a table, and convert them for messages and files.
 
-The converted form is a plain dictionary (:func:`to_fields`, :func:`from_fields`). Nothing is pickled.
+The settings (for example update rules and initializers) are frozen dataclasses. :func:`to_fields` converts them to
+dictionaries, and :func:`from_fields` back. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 
 from paceline.errors import UsageError
 
-MAX_FLOAT32: Final = 3.4028234e38  # the largest float32, because kernels use float32
-TINY: Final = 5e-324  # the smallest positive float; used as an open lower bound
+MAX_FLOAT32: Final = 3.4028234e38  # the largest float32 number, the type that kernels use
+TINY: Final = 5e-324  # the smallest positive float; as a lower bound it means "greater than 0"
 
 _Kind = TypeVar("_Kind")
 
@@ -28,7 +29,7 @@ def check_bounds(settings: object, **bounds: tuple[float, float]) -> None:
 
 
 def check_number(subject: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raise UsageError for `subject` unless the value is a finite float32 within inclusive bounds."""
+    """Raise UsageError for `subject` if the value is not a number between the bounds, or too large for float32."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not abs(value) <= MAX_FLOAT32 or not low <= value <= high:
         raise UsageError(f"{subject}: expected a number {_describe_range(low, high)}")
@@ -52,7 +53,7 @@ def check_whole(settings: object, **bounds: tuple[int, int]) -> None:
 
 
 def whole_number(subject: str, value: object, low: int, high: int | None = None) -> int:
-    """Return an integer within inclusive bounds as an int. Raises UsageError for `subject`."""
+    """Return `value` as an int. Raises UsageError for `subject` if it is not an integer within inclusive bounds."""
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_whole or int(value) < low or (high is not None and int(value) > high):  # type: ignore[call-overload]
         raise UsageError(f"{subject}: expected a whole number from {low}" + ("" if high is None else f" to {high}"))
@@ -67,7 +68,7 @@ def check_flags(settings: object, *names: str) -> None:
 
 
 def check_pair(settings: object, name: str, low: float, high: float, expected: str) -> None:
-    """Check a pair of numbers in [low, high); convert a list from JSON or msgpack to a tuple."""
+    """Check that a field is a pair of numbers in [low, high). A list (from JSON or msgpack) becomes a tuple."""
     pair: Any = getattr(settings, name)
     if isinstance(pair, list):
         pair = tuple(pair)

@@ -1,8 +1,8 @@
-"""Watch a table's part while snapshots are taken: record changed buckets, and keep their earlier rows.
+"""Record the changes of a table's part during snapshots: the changed buckets and the earlier values of their rows.
 
-:class:`WatchedPart` wraps a part when the first snapshot starts, so a server without snapshots has no cost. Before each
-write, the wrapper records the changed buckets. If a snapshot of an earlier moment has not read these buckets yet, the
-wrapper first copies the rows.
+When the first snapshot starts, :class:`WatchedPart` wraps the server's part of the table. (So a server without
+snapshots has no cost.) Before each write, the wrapper records the buckets that the write changes. If a snapshot of an
+earlier moment has not read these buckets yet, the wrapper first copies the rows that will change.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from paceline.tables.types import Floats, Keys
 
 
 class EarlierRows:
-    """Rows of a sparse table that have changed since a snapshot's moment, with their values at that moment."""
+    """The rows of a sparse table that have changed since the moment of a snapshot, with their values at this moment."""
 
     def __init__(self, store: SparseStore, rule: UpdateRule) -> None:
         self._store = store
         self._before = SparseStore(dim=store.dim, rule=rule, memory=store.memory)
-        self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # value of each changed key: 1 if it had a row, else 0
+        self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # for each changed key: 1 if it had a row, otherwise 0
 
     def put_aside(self, keys: Keys) -> None:
         _, known = self._seen.read_records(keys)
@@ -46,13 +46,16 @@ class EarlierRows:
         self._seen.write_records(new, found.astype(np.float32))
 
     def restore(self, bucket: int, keys: Keys, records: Floats) -> tuple[Keys, Floats]:
-        """Return a bucket at the snapshot's moment, given its current rows. Call this once; it may change `records`."""
+        """Return a bucket at the moment of the snapshot, given its current `keys` and `records`.
+
+        The method may change `records`, and can be called only once for each bucket.
+        """
         count = int(self._seen.counts[bucket])
         if not count:
             return keys, records
         marks, changed = self._seen.read_records(keys)
         existed = changed & (marks[:, 0] == 1.0)
-        if changed.sum() == count:  # every changed row still exists
+        if changed.sum() == count:  # no changed row was erased
             rows, _ = self._before.read_records(keys[existed])
             records[existed] = rows
             if existed.sum() != count:
@@ -66,17 +69,17 @@ class EarlierRows:
 
 
 class Moment:
-    """A table at the moment of construction. Read it bucket by bucket while the watched part changes."""
+    """A view of a table's part at the moment of construction. It is read bucket by bucket while the part changes."""
 
     def __init__(self, part: TablePart, waiting: Buckets) -> None:
         self._part = part
         self.waiting = waiting
-        """The unread buckets."""
+        """The buckets that the snapshot has not read yet."""
         self._rows = EarlierRows(part.store, part.rule) if isinstance(part, SparsePart) else None
         self._copies: dict[int, tuple[Keys, Floats]] = {}
 
     def put_aside(self, touched: Buckets, selection: Selection) -> None:
-        """Copy data before a change: the rows of a sparse table, or the buckets of a dense table."""
+        """Copy the data that a write will change: rows of a sparse table, or whole buckets of a dense table."""
         touched &= self.waiting
         if not touched:
             return
@@ -104,23 +107,23 @@ class Moment:
 
 
 SnapshotId: TypeAlias = tuple[str, int]
-"""A coordinator's directory, and the number of a snapshot in it."""
+"""The directory of snapshots of one coordinator, and the number of a snapshot in this directory."""
 
 
 class WatchedPart:
-    """A table's part whose changes are recorded. Other attributes are attributes of `part`."""
+    """A wrapper of a table's part that records changes. Attributes that it does not define are those of `part`."""
 
     def __init__(self, part: TablePart) -> None:
         self.part = part
-        self._written: dict[SnapshotId, Buckets] = {}  # buckets unchanged since each snapshot
+        self._written: dict[SnapshotId, Buckets] = {}  # for each snapshot, the buckets that have not changed since
         self.moment: Moment | None = None
-        """The earlier moment that the snapshot in progress must show; None if the snapshot shows the current rows."""
+        """The earlier state of the table that the current snapshot reads; None if it reads the current rows."""
 
     def unchanged_since(self, snapshot: SnapshotId) -> Buckets:
         return self._written.get(snapshot, 0)
 
     def note_written(self, snapshot: SnapshotId, buckets: Buckets) -> None:
-        """Record that a snapshot has these buckets; forget earlier snapshots of the same directory."""
+        """Record that a snapshot contains `buckets`, and forget earlier snapshots of its directory."""
         self._forget([known for known in self._written if known[0] == snapshot[0]], buckets)
         self._written[snapshot] = self._written.get(snapshot, 0) | buckets
 

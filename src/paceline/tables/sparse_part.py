@@ -21,7 +21,10 @@ _TRIAL_ROWS = 1 << 14
 
 
 class SparsePart(TablePart):
-    """Rows by uint64 key. Buckets that are not held have no rows. The server decides which keys this part receives."""
+    """The rows of a sparse table that one server holds, by uint64 key.
+
+    Buckets that the server does not hold have no rows. The caller checks that keys are in held buckets.
+    """
 
     def __init__(self, spec: TableSpec, buckets: Buckets, memory: RowMemory | None = None) -> None:
         super().__init__(spec)
@@ -43,7 +46,7 @@ class SparsePart(TablePart):
 
     @override
     def hold(self, buckets: Buckets) -> None:
-        """Add buckets; rows are created when they are written."""
+        """Add buckets. They have no rows until rows are written."""
         self._forget_rows(buckets & ~self.held)
         self._held |= buckets
 
@@ -132,7 +135,8 @@ class SparsePart(TablePart):
     def begin_pass(self, number: int, rows_of: int) -> None:
         """See :func:`paceline.tables.passes.begin_pass`.
 
-        Rows without room for marks are first copied. Raises MemoryError, without any change, if memory is too small.
+        If the rows have no room for marks, they are first copied to a store with marks. Raises MemoryError if there is
+        not enough memory for the copy. In this case nothing has changed.
         """
         if not passes.has_room_for_marks(self.store):
             self.store = _copy_with_marks(self)

@@ -1,6 +1,6 @@
-"""Store the sparse rows of one process: a thin Python layer over the index and row kernels.
+"""A store for sparse rows in one process: a thin Python layer over the kernels of the hash index and of rows.
 
-Servers' tables and predictions without a server use it. Not thread-safe.
+Servers' tables and predictions without a server use this store. It is not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paceline.tables.rules import SGD, UpdateRule, kernels
 from paceline.tables.types import Floats, Keys
 
 _GROWTH = 1.25
-_WIDE_GROWTH = 1.5  # generous, because reserved memory of wide rows is used only when written
+_WIDE_GROWTH = 1.5  # a large factor, because reserved pages of wide rows use no memory before they are written
 _LEAST_ROWS = 8
 _SMALL_ROWS = 1024
-_INLINE_WORDS = 3  # rows of up to 3 words are stored in the index
-# The share of slots in use, by the number of slots per line. Emptier lines overflow less often, and an overflow causes
-# a second cache miss. With 10^7 rows of one word, 0.76 gives 20 ns per look-up and 1.8 times the minimum size, and 0.66
-# gives 16 ns and 2.1 times the minimum size.
+_INLINE_WORDS = 3  # rows of up to 3 words (float32) are stored in the index
+# The maximum share of entries in use, by the number of entries per line of the index. With a lower share, lines are
+# full less often, and a full line causes a second cache miss. With 10^7 rows of one word, a share of 0.76 gives 20 ns
+# per look-up and 1.8 times the minimum size. A share of 0.66 gives 16 ns and 2.1 times the minimum size.
 _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
-_WIDE_FILL = 0.5  # lower, because the index is small compared with wide rows
-_WITHOUT_MARKS = (4,)  # words of entries that fill a line completely
+_WIDE_FILL = 0.5  # a lower share for wide rows, because their index is small compared with the rows
+_WITHOUT_MARKS = (4,)  # the sizes of entries (in words) that fill a line completely, without a word for marks
 _HEADER_LINES = 1
-_FEW_KEYS = 1000  # for fewer keys, counting them per bucket is as fast as a check of memory limits
+_FEW_KEYS = 1000  # up to this number, counting the keys of each bucket is as fast as a check of memory limits
 
 
 def _new_salt() -> int:
@@ -57,10 +57,10 @@ def _check_size(unit: str, rows: Floats, count: int, width: int) -> None:
 
 
 def _next_limit(bucket: int, count: int, growth: float) -> int:
-    """Return a bucket's next size. Small sizes double, and large sizes grow by the factor `growth`.
+    """Return the next size of a bucket. Small sizes double, and large sizes grow by the factor `growth`.
 
-    Each bucket has other sizes. Otherwise all buckets would grow in the same request, because their counts rise
-    together.
+    The sizes differ between buckets. Because the numbers of rows in all buckets rise together, all buckets would
+    otherwise grow in one request.
     """
     phase = bucket * 0.6180339887498949 % 1.0
     if count < _SMALL_ROWS:
@@ -75,11 +75,11 @@ def _next_limit(bucket: int, count: int, growth: float) -> int:
 
 
 class SparseStore:
-    """Rows of `dim` float32 values by uint64 key, each with the update rule's state.
+    """A store of rows by uint64 key. A row has `dim` float32 values and the state of the update rule.
 
-    `rule` is applied by :meth:`push`. `initializer` and `seed` determine the values of missing rows. `memory` provides
-    memory for rows. With `has_marks` there is space for marks of passes (:mod:`paceline.tables.passes`). A row exists
-    after its first push. All 2^64 keys are valid.
+    :meth:`push` applies `rule`. `initializer` and `seed` determine the values of missing rows. `memory` provides the
+    memory for rows. With `has_marks`, rows have space for marks of passes over the data
+    (:mod:`paceline.tables.passes`). A row exists after its first push. All 2^64 keys are valid.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class SparseStore:
         self.layout[index.RULE] = rule.code
         self.layout[index.INITIALIZER] = initializer.code
         self.layout[index.SEED] = np.uint64(seed & (2**64 - 1)).astype(np.int64)
-        self._num_keys = np.empty(index.NUM_BUCKETS, np.uint64)  # by bucket, the number of keys that will have rows
+        self._num_keys = np.empty(index.NUM_BUCKETS, np.uint64)  # for each bucket, the number of keys to insert
         self.pass_number = 0
-        """The current pass over the data (:mod:`paceline.tables.passes`); 0 if passes are not recorded."""
+        """The number of the current pass over the data; 0 if passes are not recorded."""
         self.parameters = np.zeros(NUM_PARAMETERS, np.float64)
         self.parameters[: len(rule.hyper)] = rule.hyper
         self.parameters[INITIAL_A], self.parameters[INITIAL_B] = initializer.arguments
 
-        # All buckets share one empty line, with its header and tail, until their first row.
+        # Until their first row, all buckets share one empty home line, its tail and the line of key 0.
         self.directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
         self._nothing = self.memory.zeros((_HEADER_LINES + 1 + index.TAIL_LINES) * index.LINE_BYTES)
         self.lines = [self._nothing] * index.NUM_BUCKETS
@@ -131,36 +131,37 @@ class SparseStore:
         self.directory[index.LINES + 1 : index.ROWS : 2] = 1
         self.directory[index.TAIL : index.SALT] = index.TAIL_LINES
         self.directory[index.SALT :] = index.FIRST_SALT
-        self._grown = np.zeros_like(self.directory)  # the directory entry of the new lines while a bucket grows
+        self._grown = np.zeros_like(self.directory)  # describes the new lines of a bucket while the bucket grows
 
     def __len__(self) -> int:
         return int(self.counts.sum())
 
     @property
     def counts(self) -> npt.NDArray[np.uint64]:
-        """Rows of each bucket (uint64 [512]); a view."""
+        """The number of rows in each bucket (uint64 [512]). The array is a view, which changes with the store."""
         return self.directory[index.COUNT : index.LIMIT]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of index and rows. For wide rows only written pages count, because reserved pages use no memory."""
+        """The memory of the index and the rows in bytes. Reserved pages of wide rows do not count before a write."""
         lines = {id(block): block.num_bytes for block in self.lines}
         slots = 0 if self.layout[index.INLINE] else int(self.directory[index.USED : index.FREE].sum())
         return sum(lines.values()) + 4 * self.row_words * slots
 
     def pull(self, keys: Keys, out: Floats) -> None:
-        """Read the rows of `keys` (uint64 [n]) into `out` (float32, n * dim elements, contiguous)."""
+        """Read the values of `keys` (uint64 [n]) into `out`, a contiguous float32 array of n * dim elements."""
         _check_size("values", out, len(keys), self.dim)
         if self.memory.spilled_bytes:
             self.memory.read_ahead.read(self.directory, self.layout, keys)
         sparse.gather(self.directory, self.layout, self.parameters, keys, out.reshape(-1))
 
     def reserve(self, keys: Keys) -> None:
-        """Allocate memory for the rows of `keys`. Raises MemoryError, without changing rows, if there is too little.
+        """Allocate memory for the rows of `keys`. Raises MemoryError if there is not enough, and then changes no row.
 
-        Afterwards a push of these keys cannot run out of memory, unless crafted keys overflow a bucket's tail. The
-        method does not check which keys exist, because this would cost as much as the push: if memory allows, each
-        bucket gets space for all its keys in `keys`. If the system never rejects memory, this method does nothing.
+        After this call, a push of `keys` does not run out of memory. (Only crafted keys, which overflow the spare lines
+        of a bucket, can still need memory.) The method does not check which keys already have rows, because this would
+        cost as much as the push. If there is enough memory, each bucket gets space for all its keys in `keys`. If the
+        system never rejects memory, this method does nothing.
         """
         if len(keys) > _FEW_KEYS and not self.memory.may_refuse():
             return
@@ -171,12 +172,12 @@ class SparseStore:
         if (self.counts + num_keys <= np.maximum(limits, 2 * self.counts)).all():
             spare = None
             try:
-                # Reserve memory without a write, so that no pages are used.
+                # This memory is only reserved and not written, so it uses no pages.
                 spare = self.memory.zeros(max(lines.num_bytes for lines in self.lines))
                 self._make_room(num_keys)
                 return
             except MemoryError:
-                del spare  # frees enough memory to shrink the buckets one by one
+                del spare  # the freed memory is enough to shrink the buckets one after another
                 self._take_back(limits)
         if self.memory.spilled_bytes:
             self.memory.read_ahead.read(self.directory, self.layout, keys)
@@ -185,7 +186,7 @@ class SparseStore:
         self._make_room(num_absent)
 
     def make_room_evenly(self, num_rows: int) -> None:
-        """Allocate memory in an empty table for keys spread evenly over the buckets.
+        """Allocate memory in an empty store for `num_rows` keys that are spread evenly over the buckets.
 
         The buckets share one block of memory, for which the system can provide huge pages.
         """
@@ -205,7 +206,7 @@ class SparseStore:
             self.directory[index.LIMIT + bucket] = limits[bucket]
 
     def _make_room(self, num_new: npt.NDArray[np.uint64]) -> None:
-        """Allocate memory for new rows in each bucket; `num_new` is uint64 [512]."""
+        """Allocate memory for new rows in the buckets. `num_new` (uint64 [512]) has the number for each bucket."""
         counts = self.counts + num_new
         for bucket in np.flatnonzero(counts > _limits(self.directory)).tolist():
             self.resize(bucket, _next_limit(bucket, int(counts[bucket]) - 1, self._growth))
@@ -217,9 +218,10 @@ class SparseStore:
                 self.resize(bucket, int(limits[bucket]))
 
     def push(self, keys: Keys, grads: Floats) -> None:
-        """Apply the update rule with `grads` (float32, n * dim elements, contiguous) to the rows of `keys`.
+        """Update the rows of `keys` with `grads`, a contiguous float32 array of n * dim elements.
 
-        A duplicate key is updated twice; sum duplicates first if the rule is not linear.
+        A duplicate key is updated twice. If the update rule is not linear, the caller must first sum the gradients of
+        duplicates.
         """
         _check_size("gradients", grads, len(keys), self.dim)
         flat, done = grads.reshape(-1), 0
@@ -232,7 +234,7 @@ class SparseStore:
             self._grow(keys[done])
 
     def write_records(self, keys: Keys, records: Floats) -> None:
-        """Set complete rows, including state; `records` is float32 [n, row_words]."""
+        """Set complete rows with their state. `records` is float32 [n, row_words]."""
         _check_size("records", records, len(keys), self.row_words)
         flat, done = records.reshape(-1), 0
         while True:
@@ -242,7 +244,10 @@ class SparseStore:
             self._grow(keys[done])
 
     def read_records(self, keys: Keys) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """Return rows with state (float32 [n, row_words]; undefined if missing) and whether they exist (bool [n])."""
+        """Return the rows of `keys` with their state (float32 [n, row_words]), and whether they exist (bool [n]).
+
+        The contents of missing rows are undefined.
+        """
         records, found = np.empty((len(keys), self.row_words), np.float32), np.empty(len(keys), np.uint8)
         sparse.read_records(self.directory, self.layout, keys, records.reshape(-1), found)
         return records, found.view(np.bool_)
@@ -276,7 +281,7 @@ class SparseStore:
         self._rows[bucket] = None
 
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Replace a bucket by data in the format of :meth:`bucket`. Allocates memory once, before the first write."""
+        """Replace a bucket by data in the format of :meth:`bucket`. All memory is allocated before the first write."""
         _check_size("records", records, len(keys), self.row_words)
         self.drop_bucket(bucket)
         if len(keys):
@@ -290,7 +295,10 @@ class SparseStore:
                 yield self.bucket(bucket)
 
     def _grow(self, key: np.uint64) -> None:
-        """Give the bucket of a key more rows, a longer tail or another salt. Changes nothing if memory runs out."""
+        """Give the bucket of `key` space for more rows, more spare lines or another hash salt, as it needs.
+
+        If there is not enough memory, nothing changes.
+        """
         directory, bucket = self.directory, _bucket_of(key)
         count, limit = int(directory[index.COUNT + bucket]), int(directory[index.LIMIT + bucket])
         if count >= limit:
@@ -301,9 +309,10 @@ class SparseStore:
             self.resize(bucket, limit, tail=2 * int(directory[index.TAIL + bucket]))
 
     def resize(self, bucket: int, limit: int, *, tail: int = 0, salt: int = 0) -> None:
-        """Move a bucket to lines for `limit` rows, `tail` overflow lines and a hash `salt`; 0 keeps the current value.
+        """Move a bucket to new lines for `limit` rows, with `tail` spare lines and the hash salt `salt`.
 
-        If these do not suffice, the tail grows, or the salt changes.
+        A `tail` or `salt` of 0 keeps the current value. If the rows do not fit, the number of spare lines grows, or the
+        salt changes.
         """
         directory, grown = self.directory, self._grown
         tail = tail or int(directory[index.TAIL + bucket])
@@ -324,7 +333,7 @@ class SparseStore:
             if index.rehash(directory[2 * bucket], num_old, self.layout, bucket, grown):
                 break
             tail *= 2
-            if attempt:  # a longer tail was too short too
+            if attempt:  # even a longer tail was too short
                 grown[index.SALT + bucket] = _new_salt()
         for at in (
             2 * bucket,
@@ -335,7 +344,7 @@ class SparseStore:
         self.lines[bucket] = block
 
     def _grow_rows(self, bucket: int, limit: int) -> None:
-        """Allocate memory for `limit` wide rows; reserved memory stays."""
+        """Allocate memory for `limit` wide rows of a bucket. The memory never shrinks."""
         if self.layout[index.INLINE]:
             return
         num_bytes = 4 * self.row_words * limit

@@ -1,4 +1,4 @@
-"""Define a table as processes declare it, and as models and snapshots store it."""
+"""The definition of a table, which processes declare, and which models and snapshots store."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from paceline.tables.settings import from_fields
 MAX_NAME: Final = 200
 MAX_DIM: Final = 1 << 16
 MAX_SIZE: Final = 1 << 40
-"""Maximum number of elements of a dense table: 4 TiB of values."""
+"""The maximum number of elements of a dense table (4 TiB of values)."""
 
 
 class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The definition of a table. Two declarations of the same name must be equal.
+    """The definition of a table. All declarations of a table name must be equal.
 
-    After a change of hyperparameters, a declaration may have the original or the current hyperparameters. Construction
-    and decoding raise UsageError for an invalid definition, so that kernels never receive invalid sizes.
+    If hyperparameters were changed during the training, a declaration may have the original or the current
+    hyperparameters. The constructor and the decoder raise UsageError for an invalid definition, so that kernels never
+    receive invalid sizes.
     """
 
     name: str
@@ -63,7 +64,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.dim * (1 + rule.num_states) + rule.has_count
 
     def with_update(self, update: dict[str, Any]) -> TableSpec:
-        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(update))  # as another process receives it
+        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(update))  # the form in which a process receives it
         return msgspec.structs.replace(self, update=travelled)
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Observe the staleness of gradients per table, and compensate stale gradients.
+"""Measure the staleness of gradients for each table, and compensate stale gradients.
 
-The staleness of a push counts the pushes that this server applied to the table after the worker's last pull for the
-same iteration. The worker's own pushes of this iteration do not count.
+The staleness of a push is the number of pushes that this server applied to the table between the worker's last pull for
+an iteration and its push for this iteration. The worker's own pushes of the iteration do not count.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from paceline.tables.part import Selection, TablePart
 from paceline.tables.types import Floats, Keys
 
 HISTOGRAM_SIZE = 129
-"""Number of counts in a histogram: one for each staleness from 0 to 127, and one for all larger values."""
+"""The length of a histogram: a count for each staleness from 0 to 127, and one count for all larger values."""
 _KEPT_PULLS = 16
 _KEPT_VALUES = 4
 
 
 class StalenessRecord:
-    """The staleness of one table's gradients on one server."""
+    """The measured staleness of the gradients for one table on one server."""
 
     def __init__(self) -> None:
         self.histogram = [0] * HISTOGRAM_SIZE
         self._applied = 0
-        self._own: dict[int, tuple[int, int]] = {}  # by worker: last iteration with pushes, their number
+        self._own: dict[int, tuple[int, int]] = {}  # each worker's last iteration with pushes, and their number
         self._seen: dict[int, dict[int, int]] = {}
 
     def pulled(self, worker: int, clock: int) -> None:
@@ -34,7 +34,7 @@ class StalenessRecord:
         seen[clock] = self._count_applied(worker, clock)
 
     def observe(self, worker: int, clock: int) -> int:
-        """Return and count the staleness of a push for iteration `clock`; 0 without an earlier pull."""
+        """Return the staleness of a push for iteration `clock`, and add it to the histogram. Without a pull it is 0."""
         applied = self._count_applied(worker, clock)
         staleness = applied - self._seen.get(worker, {}).get(clock, applied)
         self.histogram[min(staleness, HISTOGRAM_SIZE - 1)] += 1
@@ -46,7 +46,7 @@ class StalenessRecord:
         self._own[worker] = (clock, count + 1 if last == clock else 1)
 
     def _count_applied(self, worker: int, clock: int) -> int:
-        """Return the number of applied pushes, without the worker's own pushes in this iteration."""
+        """Return the number of applied pushes, without those of `worker` in its iteration `clock`."""
         last, count = self._own.get(worker, (clock, 0))
         return self._applied - (count if last == clock else 0)
 
@@ -56,9 +56,10 @@ class StalenessRecord:
 
 
 class DelayCompensation:
-    """g + λ·g²·(w_now − w_pulled): a first-order correction of a stale gradient (Zheng et al., ICML 2017, eq. 10).
+    """A first-order correction of a stale gradient g (Zheng et al., ICML 2017, eq. 10): g + λ·g²·(w_now − w_pulled).
 
-    Stores the values of each worker's last pulls in recent iterations. Keys without a pull are not compensated.
+    This class stores the values of each worker's last pulls in recent iterations. The gradients of keys that the worker
+    has not pulled are not corrected.
     """
 
     def __init__(self, strength: float) -> None:
@@ -93,7 +94,7 @@ class DelayCompensation:
 
 
 def _values_then(part: TablePart, pulled: Selection, values: Floats, pushed: Selection) -> Floats:
-    """Return the pulled values for the pushed keys; NaN for keys without a pull."""
+    """Return the values that the worker pulled for the keys of its push. They are NaN for keys without a pull."""
     are_ranges = pulled.keys is None and pushed.keys is None and pulled.buckets == pushed.buckets
     if are_ranges and pulled.start <= pushed.start <= pushed.stop <= pulled.stop:
         before = part.num_values(Selection(None, pulled.start, pushed.start, pulled.buckets))

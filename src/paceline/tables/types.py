@@ -1,4 +1,4 @@
-"""Types of the arrays of tables."""
+"""The NumPy array types of tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adadelta."""
+"""The update rule Adadelta."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Adadelta(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """`hyper`: rate, weight decay, epsilon, smoothing. State: moving averages of squared gradients and steps."""
+        """`hyper` contains the rate, weight decay, epsilon and smoothing. The state consists of the moving averages of
+        squared gradients and of squared steps.
+        """
         rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
         rho, complement = np.float32(hyper[3]), np.float32(1.0 - hyper[3])
         for j in range(start, stop):

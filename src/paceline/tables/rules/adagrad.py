@@ -1,4 +1,4 @@
-"""Adagrad."""
+"""The update rule Adagrad."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from paceline.tables.types import Doubles, Floats
 class Adagrad(UpdateRule):
     """Adagrad (Duchi et al., JMLR 2011), as ``torch.optim.Adagrad``.
 
-    With ``l1``, each update then moves a weight towards 0 by l1 times the step of a gradient of 1, but not beyond 0.
+    With ``l1``, each update additionally moves a weight towards 0, but not beyond 0: by l1 times the step that a
+    gradient of 1 would make.
     """
 
     lr: float
@@ -68,7 +69,9 @@ class Adagrad(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """`hyper`: rate, weight decay, epsilon, initial accumulator, the rate's decay, L1. State: sum of squares."""
+        """`hyper` contains the rate, weight decay, epsilon, initial accumulator, decay of the rate, and L1 penalty. The
+        state is the sum of the squared gradients.
+        """
         decay, epsilon = np.float32(hyper[1]), np.float32(hyper[2])
         rate = np.float32(hyper[0] / (1.0 + (step - 1.0) * hyper[4]))
         for j in range(start, stop):
@@ -84,7 +87,7 @@ class Adagrad(UpdateRule):
     @staticmethod
     @rule_kernel
     def initialize(record, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
-        """Set the state to the initial accumulator."""
+        """Set the sum of squared gradients to the initial accumulator."""
         for j in range(start, stop):
             record[dim + j] = np.float32(hyper[3])
 

@@ -1,4 +1,4 @@
-"""Adam and AdamW, which differ in their weight decay."""
+"""The update rules Adam and AdamW, which differ in their weight decay."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def _update(record, dim, start, stop, grads, at, hyper, sign, step, amsgrad):  #
 class Adam(Moments):
     """Adam (Kingma & Ba, ICLR 2015), as ``torch.optim.Adam``; optionally AMSGrad (Reddi et al., ICLR 2018).
 
-    With ``l1``, each update then moves a weight towards 0 by lr·l1 / (root of the second moment), but not beyond 0.
+    With ``l1``, each update additionally moves a weight towards 0 by lr·l1 / (root of the second moment), but not
+    beyond 0.
     """
 
     amsgrad: bool = False
@@ -64,7 +65,9 @@ class Adam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Hyperparameters of :class:`Moments`, 1 for AMSGrad (or 0), 1 for decoupled decay (or 0), the L1 penalty."""
+        """The hyperparameters of :class:`Moments`, 1 for AMSGrad (otherwise 0), 1 for decoupled weight decay (otherwise
+        0), and the L1 penalty.
+        """
         return (*super().numbers, float(self.amsgrad), float(self.is_decoupled), self.l1)
 
     @property
@@ -75,7 +78,7 @@ class Adam(Moments):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: first moment, second moment, and for AMSGrad the largest second moment so far."""
+        """The state consists of the first and second moment, and for AMSGrad the largest second moment so far."""
         if hyper[5] != 0.0:
             _update(record, dim, start, stop, grads, at, hyper, sign, step, True)
         else:
@@ -88,7 +91,8 @@ class Adam(Moments):
         if forgets <= 0.0:
             return UNKNOWN, math.inf
         off = error(num)
-        # By Cauchy and Schwarz: |b1·m + (1 - b1)·g| divided by the root of b2·v + (1 - b2)·g², if m² ≤ ratio²·v.
+        # The Cauchy-Schwarz inequality bounds |b1·m + (1 - b1)·g| divided by the root of b2·v + (1 - b2)·g², if m² ≤
+        # ratio²·v (m and v are the moments, and g is the gradient).
         ratio = max(at.ratio, (1.0 - beta1) / math.sqrt((1.0 - beta2) * forgets)) * off
         step = self.lr / (1.0 - beta1) * (ratio + over(TINY_GRADIENT, self.eps))
         growth = abs(1.0 - self.lr * self.weight_decay) if self.is_decoupled else 1.0

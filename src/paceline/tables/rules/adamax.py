@@ -1,4 +1,4 @@
-"""Adamax."""
+"""The update rule Adamax."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Adamax(Moments):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: first moment, decayed infinity norm."""
+        """The state consists of the first moment and the decayed infinity norm of the gradients."""
         decay, epsilon = np.float32(hyper[1]), np.float32(hyper[2])
         complement1, beta2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4])
         size = np.float32(hyper[0] / (1.0 - hyper[3] ** step))

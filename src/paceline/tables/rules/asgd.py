@@ -1,4 +1,4 @@
-"""Averaged stochastic gradient descent."""
+"""The update rule averaged stochastic gradient descent (ASGD)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _F1 = np.float32(1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ASGD(UpdateRule):
-    """Averaged SGD (Polyak & Juditsky, 1992), as ``torch.optim.ASGD``; the average is a state, ``ax``."""
+    """Averaged SGD (Polyak & Juditsky, 1992), as ``torch.optim.ASGD``.
+
+    The average of the values is the state ``ax``.
+    """
 
     lr: float
     lambd: float = 1e-4
@@ -37,7 +40,7 @@ class ASGD(UpdateRule):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Rate, weight decay, decay term, exponent of the rate's decay, and the step at which averaging starts."""
+        """The rate, weight decay, decay term, exponent of the rate's decay, and step at which averaging starts."""
         return (self.lr, self.weight_decay, self.lambd, self.alpha, self.t0)
 
     @property
@@ -48,7 +51,7 @@ class ASGD(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: the average of the values, and the rate of the next step."""
+        """The state consists of the average of the values, and the learning rate of the next step."""
         decay = np.float32(hyper[1])
         weight = np.float32(1.0 if step == 1.0 else 1.0 / max(1.0, step - 1.0 - hyper[4]))
         following = np.float32(hyper[0] / (1.0 + hyper[2] * hyper[0] * step) ** hyper[3])

@@ -1,11 +1,11 @@
-"""The base class of update rules: a frozen dataclass with a kernel.
+"""The base class of update rules. A rule is a frozen dataclass with a kernel that updates parameters.
 
-Each rule is a file of this package, and the definition of its class adds the rule to :data:`RULES`. A rule works on one
-*record*: a float32 array with the values (element `j` at ``record[j]``), then the state planes (``record[dim + j]``,
-``record[2 * dim + j]``) of `dim` elements each, and finally a step count if the rule counts steps. Each row of a sparse
-table is a record; a dense table is a single long record, of which a push updates the elements ``[start, stop)``. All
-arithmetic is float32, in the order of ``torch.optim``'s single-tensor code, so that results agree to 1e-6 over 100
-steps.
+Each rule has a file in this package, and the definition of its class adds the rule to :data:`RULES`. A rule updates a
+*record*, a float32 array. The record contains `dim` values (element `j` is ``record[j]``), then the *state planes* of
+`dim` numbers each (``record[dim + j]``, ``record[2 * dim + j]``), and finally a step count if the rule counts steps.
+Each row of a sparse table is a record. A dense table is a single long record, of which a push updates the elements
+``[start, stop)``. All arithmetic is float32, in the order of the single-tensor code of ``torch.optim``, so that results
+agree to 1e-6 over 100 steps.
 """
 
 from __future__ import annotations
@@ -22,32 +22,36 @@ from paceline.tables.rules.growth import UNKNOWN, Bounds
 from paceline.tables.types import Doubles, Floats
 
 RULES: Final[dict[str, type[UpdateRule]]] = {}
-"""Every update rule by the name of its class, which messages and saved models use."""
+"""All update rules by the name of their class. Messages and saved models contain this name."""
 
 rule_kernel: Final = inlined(error_model="numpy", pipeline_class=Unaliased)
-"""Decorator of a rule's kernels, which are compiled into, and cached with, the loops over rows that call them."""
+"""The decorator for the kernels of a rule. They are inlined in the loops over rows, and cached together with them."""
 
 _NUM_NUMBERS: Final = NUM_HYPER - 2
 
 
 class UpdateRule(ABC):
-    """The update of a row by a gradient. Abstract: use one of the final classes of this package.
+    """A rule that updates a row by a gradient. This class is abstract; this package has a class for each rule.
 
-    Rules with the field ``maximize`` ascend if it is True, as in ``torch.optim``.
+    If the field ``maximize`` of a rule is True, the rule maximizes the objective, as in ``torch.optim``.
     """
 
     code: ClassVar[int]
     """The unique number that identifies the rule in kernels."""
     counts: ClassVar[Literal["never", "always", "by settings"]] = "never"
-    """Whether records have a step count; ``by settings`` means that :attr:`has_count` decides."""
+    """Whether records have a step count. With ``by settings``, :attr:`has_count` decides this for each rule object."""
     narrow_words: ClassVar[int] = 0
-    """The words of a record with one value and no step count, if this rule has its own compiled loop over such rows."""
+    """The number of float32 in a record with one value and no step count, if this rule has its own compiled loop over
+    rows with one value; otherwise 0.
+    """
     wide_loop: ClassVar[bool] = False
-    """Whether this rule has its own compiled loop over wide rows."""
+    """Whether this rule has its own compiled loop over rows with several values."""
     squares: ClassVar[int] = 0
-    """The number of the plane whose square root the rule computes; 0 for none. The values are plane 0."""
+    """The number of the state plane whose square root the rule computes, from 1 on; 0 if it computes none."""
     row_dim: ClassVar[int | None] = None
-    """If the rule updates the values of a row together: the required `dim` of its tables, which must be sparse."""
+    """The number of values that a row must have, if the rule updates the values of a row together; otherwise None. Such
+    a rule updates sparse tables only.
+    """
     logistic_rate: ClassVar[float | None] = None
     """The learning rate for sparse logistic regression; None if ``paceline train`` does not offer the rule."""
 
@@ -64,19 +68,20 @@ class UpdateRule(ABC):
     @property
     @abstractmethod
     def numbers(self) -> tuple[float, ...]:
-        """The hyperparameters in the kernel's order, at most 8."""
+        """The hyperparameters (at most 8), in the order in which the kernel expects them."""
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the state planes; PyTorch's names if PyTorch has the rule."""
+        """The names of the state planes. They are PyTorch's names if PyTorch has the rule."""
         return ()
 
     @property
     def has_count(self) -> bool:
-        """Whether a step count follows the planes."""
+        """Whether records have a step count after their state planes."""
         return self.counts == "always"
 
-    # The kernel, for elements with the same number of updates. tests/reference/update_rules.py has references in NumPy.
+    # The kernel, for elements with equal numbers of updates. tests/reference/update_rules.py has reference
+    # implementations in NumPy.
 
     @staticmethod
     @abstractmethod
@@ -93,45 +98,47 @@ class UpdateRule(ABC):
     ) -> None:
         """Apply the gradients ``grads[at : at + stop - start]`` to elements ``[start, stop)`` of a record.
 
-        The method is a kernel (:data:`rule_kernel`). `hyper` begins with :attr:`numbers`, as float64, so that 1 -
-        beta**step is exact. `sign` is -1 if the rule ascends. `step` includes this update; it is 1 if the rule does not
-        count steps.
+        The method is a kernel (see :data:`rule_kernel`). `hyper` begins with :attr:`numbers` as float64, because
+        float32 would be too inexact for 1 - beta**step. `sign` is -1 if the rule maximizes the objective, otherwise 1.
+        `step` is the number of updates including this one, or 1 if the rule does not count steps.
         """
 
     initialize: ClassVar[Any] = None
-    """A kernel ``(record, dim, start, stop, hyper)`` that sets state planes with initial values other than zero."""
+    """A kernel ``(record, dim, start, stop, hyper)`` that sets the initial state. None if the state begins at zero."""
     initialize_reference: ClassVar[Any] = None
-    """The reference ``(w, states, hyper)`` of :attr:`initialize` in NumPy."""
+    """The reference implementation ``(w, states, hyper)`` of :attr:`initialize` in NumPy."""
 
-    # How large records become.
+    # The following methods compute bounds of the numbers in records (see `paceline.tables.magnitudes`).
 
     def initial_bounds(self, largest: float) -> Bounds:
-        """Return the bounds of records that no push has changed yet; `largest` is the largest magnitude of a value."""
+        """Return the bounds of records before their first push. `largest` is the largest magnitude of a value."""
         return Bounds(largest)
 
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
-        """Return bounds of the records after `num` pushes, and of the intermediate values.
+        """Return bounds of the records after `num` pushes, and a bound of the intermediate values.
 
-        `at` are the current bounds, `formed` the bounds of records that other hyperparameters have formed, and
-        `gradient` is the largest magnitude of a gradient. If a rule has no bounds, every push is first tried on a copy
-        of its rows, which takes twice as long.
+        `at` are the current bounds, `formed` the bounds of the records that were written with other hyperparameters,
+        and `gradient` is the largest magnitude of a gradient. If a rule has no bounds, every push is first tried on a
+        copy of its rows, which takes twice as long.
         """
         return UNKNOWN, np.inf
 
     def ratio_of(self, planes: list[Floats]) -> float:
-        """Return the ratio that :attr:`Bounds.ratio` bounds, given the planes of records."""
+        """Return the largest ratio in records, for :attr:`Bounds.ratio`. `planes` are the values and state planes."""
         return 0.0
 
     @classmethod
     def has_bounds(cls) -> bool:
-        """Return whether the rule can bound its records."""
+        """Return whether the rule can compute bounds of the numbers in its records."""
         return cls.grown is not UpdateRule.grown
 
-    # Derived values.
+    # The following values are derived from the methods above.
 
     @property
     def hyper(self) -> tuple[float, ...]:
-        """The kernel's `hyper`: :attr:`numbers`, zeros, whether the rule ascends, and the plane of the step count."""
+        """The argument `hyper` of the kernel: :attr:`numbers`, zeros, whether the rule maximizes the objective, and the
+        position of the step count.
+        """
         padding = (0.0,) * (_NUM_NUMBERS - len(self.numbers))
         count = float(1 + self.num_states) if self.has_count else 0.0
         return (*self.numbers, *padding, float(getattr(self, "maximize", False)), count)
@@ -147,7 +154,7 @@ class UpdateRule(ABC):
         return ", ".join([*self.states, "step"] if self.has_count else self.states)
 
     def check_follows(self, other: UpdateRule, subject: str) -> None:
-        """Raise UsageError if this rule cannot continue from the state of `other`, the former rule of `subject`."""
+        """Raise UsageError if this rule cannot use the state of `other`, the former rule of the table `subject`."""
         name, former = type(self).__name__, type(other).__name__
         if (name, self.state_names) == (former, other.state_names):
             return

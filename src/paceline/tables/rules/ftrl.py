@@ -1,4 +1,4 @@
-"""FTRL-proximal."""
+"""The update rule FTRL-proximal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _F0 = np.float32(0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FTRL(UpdateRule):
-    """FTRL-proximal with per-coordinate rates (McMahan et al., KDD 2013, algorithm 1).
+    """FTRL-proximal with a learning rate per weight (McMahan et al., KDD 2013, algorithm 1).
 
-    ``l1`` makes weights exactly 0 until there is evidence for them; ``l2`` shrinks them.
+    With the penalty ``l1``, a weight is exactly 0 until its gradients are large enough. The penalty ``l2`` shrinks all
+    weights.
     """
 
     alpha: float = 0.05
@@ -50,7 +51,9 @@ class FTRL(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: z, n. L1 and L2 apply when the weight is computed, so a weight with little evidence is exactly 0."""
+        """The state consists of z and n (see the paper), from which the weight is computed with the L1 and L2
+        penalties.
+        """
         inverse, beta = np.float32(1.0 / hyper[0]), np.float32(hyper[1])
         l1, l2, squares = np.float32(hyper[2]), np.float32(hyper[3]), dim + dim
         for j in range(start, stop):
@@ -67,7 +70,7 @@ class FTRL(UpdateRule):
     @staticmethod
     @rule_kernel
     def initialize(record, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
-        """Set z so that it gives the initial weight for n = 0."""
+        """Set the state z so that it gives the initial weight, for n = 0."""
         for j in range(start, stop):
             value = record[j]
             if value != _F0:
@@ -92,9 +95,9 @@ class FTRL(UpdateRule):
         inverse, least = over(1.0, self.alpha), over(self.beta, self.alpha) + self.l2
         squares = (at.second + num * gradient * gradient) * off
         root = math.sqrt(squares)
-        slope = (gradient + ROUNDING * root) * inverse  # the largest growth of a weight's divisor in one push
-        # A weight computed with these hyperparameters changes by at most the gradient / its new divisor, which grows
-        # with the root of the gradient's square. Weights from other hyperparameters are computed anew.
+        slope = (gradient + ROUNDING * root) * inverse  # a bound of a weight's divisor's growth in one push
+        # A weight that was computed with these hyperparameters changes by at most the gradient divided by its new
+        # divisor. A weight that was computed with other hyperparameters may change more, and is bounded by `formed`.
         updated = formed.first + gradient + slope * formed.values
         moves = num * (self.alpha + over(ROUNDING * self.l1, least))
         values = (max(at.values, over(updated + self.l1, least)) + moves) * off

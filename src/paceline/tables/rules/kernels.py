@@ -1,8 +1,9 @@
-"""The loops over rows and elements that apply update rules, compiled once for all rules of this package.
+"""The loops over rows and elements that apply update rules. They are compiled once for all rules of this package.
 
-A table stores the number of its rule. A function generated from the registry compares this number with the number of
-every rule and calls the rule's kernel, which the compiler inlines. Therefore a single `push`, and not one for each
-rule, is compiled and loaded from the cache. Some rules have their own loop in `push` (:attr:`UpdateRule.wide_loop`).
+A table stores the number of its rule. For the rules in :data:`RULES`, this module generates a function that compares
+this number with the number of each rule, and calls the kernel of the equal one. The compiler inlines the kernels. So
+only one `push` for all rules, instead of one per rule, is compiled and loaded from the cache. Some rules have their own
+loop in `push` (:attr:`UpdateRule.wide_loop`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _loop: Final = inlined()
 
 @cache
 def _make_update(kernel: Any, counts: str) -> Any:
-    """Return a kernel that applies a rule, given the rule's own `kernel`, to elements of a record.
+    """Return a kernel that applies a rule to elements of a record. It calls the rule's own `kernel`.
 
-    The rule's kernel receives unsigned indices. For signed indices Numba adds the length to negative values, which
+    The own kernel receives unsigned indices. For signed indices Numba adds the length to negative indices, which
     prevents vectorized loops.
     """
 
@@ -39,12 +40,12 @@ def _make_update(kernel: Any, counts: str) -> Any:
 
     @rule_kernel
     def update_runs(record, dim, start, stop, grads, at, hyper, per_element):  # type: ignore[no-untyped-def]
-        # A row has one step count; a dense table has one for each element.
+        # A row of a sparse table has one step count. A dense table has a step count for each element.
         sign = np.float32(-1.0 if hyper[MAXIMIZE] != 0.0 else 1.0)
         count, begin = np.int64(hyper[COUNT_PLANE]) * dim, start
         while begin < stop:
             place, end = count, stop
-            if per_element:  # elements with the same count are updated together
+            if per_element:  # elements with equal step counts are updated together
                 place, end = count + begin, begin + 1
                 while end < stop and record[count + end] == record[place]:
                     end += 1
@@ -79,7 +80,7 @@ def _make_row_update(update: Any) -> Any:
 
 
 def _make_narrow_loop(rule: type[UpdateRule]) -> Any:
-    """Return a kernel that pushes to rows of one value by one rule, and returns -1 for rows with a step count."""
+    """Return a kernel that updates rows of one value by `rule`. The kernel returns -1 if rows have a step count."""
     words, entry_words = rule.narrow_words, sparse.entry_words(rule.narrow_words)
     slots, entry_bytes = LINE_BYTES // (4 * entry_words), np.uint64(4 * entry_words)
     update = _make_row_update(_UPDATES[rule])
@@ -95,7 +96,7 @@ def _make_narrow_loop(rule: type[UpdateRule]) -> Any:
 
 
 def _make_wide_loop(rule: type[UpdateRule]) -> Any:
-    """Return a kernel that pushes to wide rows by one rule."""
+    """Return a kernel that updates rows of several values by `rule`."""
     update = _make_row_update(_UPDATES[rule])
 
     @_loop
@@ -106,14 +107,14 @@ def _make_wide_loop(rule: type[UpdateRule]) -> Any:
 
 
 def _make_choice(parameters: str, kernels: Iterable[tuple[type[UpdateRule], Any]], otherwise: Any = None) -> Any:
-    """Return a function of a rule's number and further parameters, which it passes to the kernel of this rule.
+    """Return a function that passes its `parameters` to the kernel of the rule with a given number.
 
-    The function is generated as text. In a chain of functions with one rule each, the last function would be compiled
-    once for each function in the chain.
+    The source of the function is generated as text, with a branch for each rule. The alternative is a chain of
+    functions with one rule each, in which Numba would compile the last function once for each function of the chain.
     """
     names: dict[str, Any] = {}
     lines = [f"def choose(rule, {parameters}):"]
-    codes: dict[Any, list[int]] = {}  # the numbers of rules with the same kernel
+    codes: dict[Any, list[int]] = {}  # for each kernel, the numbers of the rules that use it
     for rule, kernel in kernels:
         codes.setdefault(kernel, []).append(rule.code)
     for number, (kernel, rule_codes) in enumerate(codes.items()):
@@ -138,20 +139,23 @@ _initialize: Final = rule_kernel(
 
 @uncounted(nogil=True, error_model="numpy")
 def _update_row(rule, record, dim, grads, hyper):  # type: ignore[no-untyped-def]
-    """Apply gradients to a row by any rule. This function is never inlined, because it is large."""
+    """Apply gradients to a row by the rule with the number `rule`. The function is too large to be inlined."""
     _update_elements(rule, record, dim, 0, dim, grads, 0, hyper, False)
 
 
 @uncounted(nogil=True, error_model="numpy")
 def _start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
-    """Set the state of elements ``[start, stop)``, which have values already, to the state before the first update."""
+    """Set the state of elements ``[start, stop)`` to the state before the first update.
+
+    Their values are set already.
+    """
     for plane in range(dim, words, dim):
         for j in range(start, min(stop, words - plane)):
             record[plane + j] = _F0
     _initialize(rule, record, dim, start, stop, hyper)
 
 
-# Kernels with a rule from outside this package are not cached, because the cache does not notice its changes.
+# If a user's program defines its own rule, the kernels are not cached, because the cache does not detect changes of it.
 _only_builtin_rules: Final = all(rule.__module__.startswith(f"{__package__}.") for rule in RULES.values())
 _PUSH: Final = "directory, layout, parameters, keys, grads, scratch"
 _push_narrow: Final = _loop(
@@ -183,9 +187,9 @@ def _push(directory, layout, parameters, keys, grads, first, scratch):  # type: 
 
 @njit(cache=_only_builtin_rules, nogil=True)
 def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
-    """Update the rows of ``keys[first:]`` with `grads` (float32 [n * dim]), creating absent rows.
+    """Update the rows of ``keys[first:]`` with the gradients `grads` (float32 [n * dim]), and create absent rows.
 
-    Returns len(keys), or the position of a key whose bucket must grow before the call is repeated from there.
+    Return len(keys) if all rows are updated. Otherwise return the position of a key whose bucket must grow first.
     """
     return _push(directory, layout, parameters, keys, grads, first, np.empty(sparse.SCRATCH, np.uint64))
 

@@ -1,4 +1,4 @@
-"""Shared parts of the rules of the Adam family."""
+"""The common parts of the update rules of the Adam family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.tables.settings import check_bounds, check_flags, check_pair
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moments(UpdateRule, is_abstract=True):
-    """A rule with two moments of the gradients, and a step count for each row. Abstract."""
+    """The base class of rules with two moments (moving averages) of the gradients, and a step count per row."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -33,7 +33,7 @@ class Moments(UpdateRule, is_abstract=True):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Rate, weight decay, epsilon, and the two betas."""
+        """The rate, weight decay, epsilon, and the two betas."""
         return (self.lr, self.weight_decay, self.eps, *self.betas)
 
     @property
@@ -44,7 +44,8 @@ class Moments(UpdateRule, is_abstract=True):
 
 @rule_kernel
 def moment_factors(hyper, is_decoupled):  # type: ignore[no-untyped-def]
-    """Return float32 factors: decay in the gradient, decoupled decay, epsilon, 1 - beta1, beta2, 1 - beta2.
+    """Return the float32 factors of an update: the weight decay that is added to the gradient, the decoupled weight
+    decay, epsilon, 1 - beta1, beta2, and 1 - beta2.
 
     Decoupled weight decay is from Loshchilov & Hutter, ICLR 2019.
     """

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum."""
+"""The update rule stochastic gradient descent with momentum."""
 
 from __future__ import annotations
 
@@ -53,12 +53,14 @@ class Momentum(UpdateRule):
     @property
     @override
     def has_count(self) -> bool:
-        return self.dampening != 0  # the count is needed because the first gradient is not dampened
+        return self.dampening != 0  # with the count, the kernel detects the first gradient, which is not dampened
 
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """`hyper`: rate, weight decay, momentum, whether the momentum is Nesterov's, dampening. State: velocity."""
+        """`hyper` contains the rate, weight decay, momentum, whether the momentum is Nesterov's, and dampening. The
+        state is the velocity.
+        """
         rate, decay, momentum = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
         nesterov = hyper[3] != 0.0
         complement = _F1 if step == 1.0 else np.float32(1.0 - hyper[4])
@@ -72,8 +74,9 @@ class Momentum(UpdateRule):
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
         off = error(num)
         undamped = max(1.0, abs(1.0 - self.dampening))
-        gain = undamped * (1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num)  # bounds the velocity
-        # Weight decay makes the gradient larger, and the gradient makes the values larger; solved for the values.
+        gain = undamped * (1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num)  # velocity / gradient at most
+        # With weight decay, the gradient grows with the values, and the values with the gradient. The bound of the
+        # values is the solution of this inequality.
         factor = num * self.lr * (1.0 + gain) * off
         divisor = 1.0 - factor * self.weight_decay
         if divisor < 0.5:

@@ -1,4 +1,4 @@
-"""NAdam."""
+"""The update rule NAdam."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class NAdam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Hyperparameters of :class:`Moments`, the momentum's decay, and 1 for decoupled weight decay (or 0)."""
+        """The hyperparameters of :class:`Moments`, the momentum's decay, and 1 for decoupled weight decay (otherwise
+        0).
+        """
         return (*super().numbers, self.momentum_decay, float(self.decoupled_weight_decay))
 
     @property
@@ -44,7 +46,7 @@ class NAdam(Moments):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: first moment, second moment, and the product of all momenta so far."""
+        """The state consists of the first moment, the second moment, and the product of all momenta so far."""
         decay, shrink, epsilon, complement1, beta2, complement2 = moment_factors(hyper, hyper[6] != 0.0)
         correction = np.float32(1.0 - hyper[4] ** step)
         momentum = hyper[3] * (1.0 - 0.5 * 0.96 ** (step * hyper[5]))

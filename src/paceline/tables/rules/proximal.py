@@ -1,4 +1,7 @@
-"""Proximal Newton steps with a diagonal bound of the Hessian: the server's side of delayed block proximal gradient."""
+"""The update rule of the delayed block proximal gradient method: a proximal Newton step for each weight.
+
+The second derivatives (the Hessian) are replaced by an upper bound for each weight.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from paceline.tables.settings import check_bounds
 from paceline.tables.types import Floats
 
 START: Final = 1.0
-"""A weight's first trust region. The unit of this and the next numbers is 1 / (mean magnitude of its column)."""
+"""The first radius of a weight's trust region. Radii are in units of 1 / (mean magnitude of the weight's column)."""
 LEAST: Final = 0.1
 MOST: Final = 5.0
-_LONGEST: Final = 1e18  # the largest unit
+_LONGEST: Final = 1e18  # the maximum unit
 _START, _LEAST, _MOST = np.float32(START), np.float32(LEAST), np.float32(MOST)
 _LONG, _SHORT = np.float32(_LONGEST), np.float32(1.0 / _LONGEST)
 _F0, _F1, _F2 = np.float32(0), np.float32(1), np.float32(2)
@@ -26,19 +29,20 @@ _F0, _F1, _F2 = np.float32(0), np.float32(1), np.float32(2)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProximalNewton(UpdateRule):
-    """One proximal step on a weight, given the gradient of a loss and a bound of its second derivative.
+    """A proximal step on a weight w, given the gradient g of a loss and an upper bound u of its second derivative.
 
-    Minimizes g·d + u·d²/2 + l1·|w + d| + l2·(w + d)²/2 over |d| ≤ radius, and sets radius to min(5, 2|d| + 0.1) units,
-    where a unit is the inverse of the column's mean magnitude (Li et al., OSDI'14, algorithm 3; the radius as in
-    Genkin, Lewis and Madigan 2007, section 3.1). Rows have two values: the weight, and the gradient of the last step. A
-    push (two numbers) has one of three meanings:
+    The step d minimizes g·d + u·d²/2 + l1·|w + d| + l2·(w + d)²/2 over |d| ≤ radius (Li et al., OSDI'14, algorithm 3).
+    Then the radius becomes min(5, 2|d| + 0.1) units (Genkin, Lewis and Madigan 2007, section 3.1). A unit is the
+    inverse of the mean magnitude of the weight's column. A row has two values: the weight, and the gradient of the last
+    step. A push consists of two numbers, and has one of three meanings:
 
-    - (g, u) with u > 0 is a step;
-    - (s, -n) with n > 0 describes a column of n values with the sum of magnitudes s, and sets its weight to 0:
-      the row's values are (s, n) until its first step. If s is negative, the weight has no penalty;
-    - (g, 0) only sets the second value, so that workers can read sums of their numbers.
+    - (g, u) with u > 0 makes a step.
+    - (s, -n) with n > 0 describes the column of the weight: it has n values, and s is the sum of their magnitudes. The
+      push sets the weight to 0. Until the first step, the row's values are (s, n). If s is negative, the weight has no
+      penalty.
+    - (g, 0) only sets the second value of the row, from which workers read the sum of the numbers that they pushed.
 
-    The state is the radius and the unit, which is negative if the weight has no penalty.
+    The state consists of the radius and the unit. The unit is negative if the weight has no penalty.
     """
 
     l1: float = 0.0
@@ -63,7 +67,7 @@ class ProximalNewton(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: radius and unit."""
+        """The state consists of the radius and the unit."""
         gradient, curvature = grads[at], grads[at + 1]
         if curvature < _F0:
             record[0], record[1] = gradient, -curvature

@@ -1,4 +1,4 @@
-"""RAdam."""
+"""The update rule RAdam."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class RAdam(Moments):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Hyperparameters of :class:`Moments`, and 1 for decoupled weight decay (or 0)."""
+        """The hyperparameters of :class:`Moments`, and 1 for decoupled weight decay (otherwise 0)."""
         return (*super().numbers, float(self.decoupled_weight_decay))
 
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: first moment, second moment."""
+        """The state consists of the first moment and the second moment of the gradients."""
         decay, shrink, epsilon, complement1, beta2, complement2 = moment_factors(hyper, hyper[5] != 0.0)
         correction1, correction2 = np.float32(1.0 - hyper[3] ** step), 1.0 - hyper[4] ** step
         most = 2.0 / (1.0 - hyper[4]) - 1.0

@@ -1,4 +1,4 @@
-"""RMSprop."""
+"""The update rule RMSprop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from paceline.tables.settings import check_bounds, check_flags
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSprop(UpdateRule):
-    """RMSprop (Hinton, lecture 6e), as ``torch.optim.RMSprop``; centered as Graves, arXiv:1308.0850."""
+    """RMSprop (Hinton, lecture 6e), as ``torch.optim.RMSprop``.
+
+    The centered variant is from Graves, arXiv:1308.0850.
+    """
 
     lr: float
     alpha: float = 0.99
@@ -48,7 +51,9 @@ class RMSprop(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """`hyper`: rate, weight decay, epsilon, smoothing, momentum, whether centered. State: see :func:`_update`."""
+        """`hyper` contains the rate, weight decay, epsilon, smoothing, momentum, and whether the rule is centered.
+        :func:`_update` describes the state.
+        """
         if hyper[4] == 0.0 and hyper[5] == 0.0:
             _update(record, dim, start, stop, grads, at, hyper, sign, False, False)
         else:
@@ -56,7 +61,7 @@ class RMSprop(UpdateRule):
 
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
-        if self.centered or self.momentum >= 1.0:  # no bound, because the rule takes the root of a difference
+        if self.centered or self.momentum >= 1.0:  # the centered rule takes the root of a difference: no bound exists
             return UNKNOWN, math.inf
         off = error(num)
         step = over(normed(self.eps), math.sqrt(max(1.0 - self.alpha, 0.0)))
@@ -68,7 +73,9 @@ class RMSprop(UpdateRule):
 
 @rule_kernel
 def _update(record, dim, start, stop, grads, at, hyper, sign, has_momentum, is_centered):  # type: ignore[no-untyped-def]
-    """State: moving average of squares; with momentum the velocity; if centered the moving average of gradients."""
+    """Update elements of a record. The state consists of the moving average of squared gradients, the velocity if there
+    is a momentum, and the moving average of gradients if the rule is centered.
+    """
     rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
     alpha, complement, momentum = np.float32(hyper[3]), np.float32(1.0 - hyper[3]), np.float32(hyper[4])
     middle = 3 * dim if has_momentum else 2 * dim

@@ -1,4 +1,4 @@
-"""Resilient propagation."""
+"""The update rule resilient propagation (Rprop)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _F0 = np.float32(0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rprop(UpdateRule):
-    """Resilient propagation (Riedmiller & Braun, 1993), as ``torch.optim.Rprop``; `lr` is the first step's size."""
+    """Resilient propagation (Riedmiller & Braun, 1993), as ``torch.optim.Rprop``.
+
+    `lr` is the size of the first step.
+    """
 
     lr: float
     etas: tuple[float, float] = (0.5, 1.2)
@@ -39,7 +42,7 @@ class Rprop(UpdateRule):
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Rate, the factors for smaller and larger steps, and the limits of a step."""
+        """The size of the first step, the factors that decrease and increase a step, and the limits of a step."""
         return (self.lr, *self.etas, *self.step_sizes)
 
     @property
@@ -50,7 +53,7 @@ class Rprop(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """State: the previous gradient, or zero if the sign has changed; the size of the step."""
+        """The state consists of the previous gradient (zero if its sign has changed), and the size of the step."""
         shrink, grow = np.float32(hyper[1]), np.float32(hyper[2])
         least, most = np.float32(hyper[3]), np.float32(hyper[4])
         for j in range(start, stop):

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent."""
+"""The update rule stochastic gradient descent (SGD)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from paceline.tables.settings import check_bounds, check_flags
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(UpdateRule):
-    """w ← w − lr·(g + weight_decay·w), as ``torch.optim.SGD`` without momentum.
+    """Stochastic gradient descent: w ← w − lr·(g + weight_decay·w), as ``torch.optim.SGD`` without momentum.
 
-    With ``l1``, each update then moves a weight towards 0 by lr·l1, but not beyond 0.
+    With ``l1``, each update additionally moves a weight towards 0 by lr·l1, but not beyond 0.
     """
 
     lr: float
@@ -44,7 +44,7 @@ class SGD(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """`hyper`: rate, weight decay, L1 penalty."""
+        """`hyper` contains the rate, weight decay and L1 penalty. The rule has no state."""
         rate, decay = np.float32(hyper[0]), np.float32(hyper[1])
         for j in range(start, stop):
             gradient = sign * grads[at + j - start] + decay * record[j]
