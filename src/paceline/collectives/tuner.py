@@ -40,9 +40,9 @@ _LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
 ``shared``.
 
 A virtual machine may move to other cores while a program runs, so the limits favour the algorithm that loses less after
-a move. On close cores ``direct`` is up to three times slower for small data, and equally fast for large data. On
-distant cores ``direct`` is equally fast for small data, and 1.5 to 4 times faster for large data (2 and 4 ranks, 1 to
-100 MB).
+a move. If the ranks' cores share a cache, ``direct`` is up to three times slower for small data, and equally fast for
+large data. If the cores are distant, ``direct`` is equally fast for small data, and 1.5 to 4 times faster for large
+data (2 and 4 ranks, 1 to 100 MB).
 """
 _MIN_TIMED_S: Final = 0.05
 _MAX_TIMED_BYTES: Final = 1 << 24

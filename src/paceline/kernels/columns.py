@@ -36,8 +36,9 @@ def column_gradients(indptr, rows, values, columns, radii, counts, weights, resi
     The bounds hold for a simultaneous change of several weights, if the weight of column j changes by at most
     ``radii[j]`` (float32 [all columns]). ``counts[i]`` (int32 [n]) is the number m of example i's entries in the
     columns that change. A column's bound is Σ m·x²·min(c·p·(1 − p)·exp(m·|x|·radius), c/4), summed over its entries x.
-    For m = 1 this is the bound of OSDI'14. For larger m, it follows from Jensen's inequality: the loss at a margin
-    changed by Σ x·d is at most the mean of the losses at margins changed by m·x·d.
+    For m = 1 this is the bound of Li et al., OSDI'14. For larger m, the bound follows from Jensen's inequality: if an
+    example has m entries x that change by d each, its loss at the margin + Σ x·d is at most the mean of its losses at
+    the margins + m·x·d.
     """
     ones = len(values) == 0
     for at in range(len(columns)):

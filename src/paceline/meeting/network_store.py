@@ -292,9 +292,7 @@ class NetworkStore(Store):
             is_answered = True
             return bytes(answer.body)
         except PacelineError as error:
-            is_answered = isinstance(
-                error, UsageError
-            )  # the server's answer; after other errors the connection is closed
+            is_answered = isinstance(error, UsageError)  # the server answered; other errors break the connection
             self._raise_if_closed()
             raise
         finally:

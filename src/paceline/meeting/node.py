@@ -138,9 +138,7 @@ class Node:
         self._parked: dict[tuple[str, int, str], deque[socket.socket]] = {}
         self._receivers: dict[tuple[str, str], ConnectionReceiver] = {}
         self._statuses: dict[str, Callable[[], bytes]] = {}
-        self._greeters: dict[
-            threading.Thread, socket.socket | None
-        ] = {}  # each thread, and the socket of its handshake
+        self._greeters: dict[threading.Thread, socket.socket | None] = {}  # each thread and its handshake's socket
         self._strangers: UnauthenticatedConnections[socket.socket] = UnauthenticatedConnections(_MAX_STRANGERS)
         self._waker, self._wakened = socket.socketpair()
         self._thread = threading.Thread(

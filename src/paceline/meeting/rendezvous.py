@@ -3,7 +3,8 @@
 The address is ``MASTER_ADDR:MASTER_PORT``. Under mpirun and Slurm, :func:`default_place` computes a default address.
 Under torchrun this port is in use, because torchrun's agent serves PyTorch's own store there
 (``TORCHELASTIC_USE_AGENT_STORE``). In this case rank 0 uses the first free port of the next eight. The other ranks try
-these ports in turn, until a store of this run answers (it has the same ``TORCHELASTIC_RUN_ID`` and restart number).
+these ports in turn, until a store of this run answers. ``TORCHELASTIC_RUN_ID`` and the number of restarts identify a
+run.
 
 All ranks need one token (``PACELINE_TOKEN``). If all ranks are on one machine, the token is optional: see
 :mod:`paceline.meeting.credentials`.

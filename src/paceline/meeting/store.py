@@ -96,7 +96,7 @@ class MemoryStore(Store):
 class PrefixStore(Store):
     """A view of another store: the keys that begin with ``prefix`` and a slash.
 
-    Closing it does not close that store.
+    :meth:`close` has no effect.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Sets of buckets as arrays for kernels. :mod:`paceline.protocol.buckets` represents these sets as integers."""
+"""Sets of buckets as arrays for kernels. :mod:`paceline.protocol.buckets` represents a set of buckets as an integer."""
 
 from __future__ import annotations
 

@@ -87,10 +87,10 @@ class Magnitudes:
             self._left = 0
 
     def is_loose(self, num_tried: int, num_rows: int) -> bool:
-        """Record that `num_tried` rows were tried on a copy. Return whether at least `num_rows` rows were tried in
-        total.
+        """Record that pushes of `num_tried` rows were first tried on a copy.
 
-        If so, the caller should compute exact bounds.
+        Return whether pushes of at least `num_rows` rows were tried on copies so far. If so, the caller should compute
+        exact bounds.
         """
         self._num_tried += num_tried
         return self._has_bounds and self._num_tried >= num_rows

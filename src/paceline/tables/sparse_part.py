@@ -135,8 +135,8 @@ class SparsePart(TablePart):
     def begin_pass(self, number: int, rows_of: int) -> None:
         """See :func:`paceline.tables.passes.begin_pass`.
 
-        If the rows have no room for marks, they are first copied to a store with marks. Raises MemoryError if there is
-        not enough memory for the copy. In this case nothing has changed.
+        If the rows have no room for marks, they are first copied to a store with marks. If there is not
+        enough memory for this copy, the method raises MemoryError and changes nothing.
         """
         if not passes.has_room_for_marks(self.store):
             self.store = _copy_with_marks(self)

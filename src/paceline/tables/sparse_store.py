@@ -59,8 +59,8 @@ def _check_size(unit: str, rows: Floats, count: int, width: int) -> None:
 def _next_limit(bucket: int, count: int, growth: float) -> int:
     """Return the next size of a bucket. Small sizes double, and large sizes grow by the factor `growth`.
 
-    The sizes differ between buckets. Because the numbers of rows in all buckets rise together, all buckets would
-    otherwise grow in one request.
+    The sizes differ between buckets. With equal sizes, all buckets would grow during one request, because their numbers
+    of rows rise together.
     """
     phase = bucket * 0.6180339887498949 % 1.0
     if count < _SMALL_ROWS:

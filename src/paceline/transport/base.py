@@ -99,7 +99,7 @@ class Peer(ABC):
 
 
 class Handler(ABC):
-    """Processes the frames of an event loop. All methods run in the loop's thread and must not block."""
+    """Processes the frames that an event loop receives. All methods run in the loop's thread and must not block."""
 
     def connected(self, peer: Peer) -> None:  # noqa: B027  (to do nothing is a choice)
         """Handle a new, authenticated client."""
@@ -108,56 +108,67 @@ class Handler(ABC):
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Handle a frame. ``meta`` and ``body`` are valid only during the call. Copy them to keep them.
 
-        An exception is sent to the client as an ERROR frame for this request, and logged unless it is a PacelineError.
-        On a connection that this process opened, the peer expects no reply, so the exception is logged and the
-        connection closed.
+        If the method raises an exception, the client receives an ERROR frame for this request. Exceptions other than
+        PacelineError are also logged. On a connection that this process opened, the server expects no reply. So an
+        exception is logged, and the connection is closed.
         """
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:  # noqa: B027  (to do nothing is a choice)
-        """Handle the loss of a peer. ``reason`` is None if either end closed the connection between two frames."""
+        """Handle the end of a connection. ``reason`` is None if one end closed the connection between two frames."""
 
 
 class Channel(ABC):
     """A client's blocking connection. One thread may send while another receives.
 
-    ``timeout_s`` limits the wait for the start of a frame, and then for each part of the frame. After a timeout at the
-    start of a frame (:class:`DeadlineError`) the channel is still usable; a timeout within a frame closes it. Every
-    other failure of the connection raises a :class:`ConnectionLostError` that names the peer.
+    ``timeout_s`` limits the wait for the start of a frame, and then for each part of the frame. A timeout raises
+    :class:`DeadlineError`. After a timeout at the start of a frame, the channel is still usable. A timeout within a
+    frame closes the channel. Every other failure of the connection raises a :class:`ConnectionLostError` that names the
+    peer.
     """
 
     address: Address
     """The address of the server."""
     peer: Hello
-    """The server's Hello."""
+    """The Hello (identity) that the server sent in the handshake."""
     last_header: Header | None = None
     """The header of the last received frame, including ERROR frames."""
     last_meta: bytes = b""
-    """The meta of the last frame received by :meth:`receive`."""
+    """The meta (control part) of the last frame that :meth:`receive` received."""
 
     def error_header(self) -> Header | None:
-        """Return the last frame's header if the frame was an ERROR. This header has the failed request's number."""
+        """Return the last frame's header if the frame reported an error; otherwise None.
+
+        The header contains the number of the failed request.
+        """
         header = self.last_header
         return header if header is not None and header.kind == FrameKind.ERROR else None
 
     @abstractmethod
     def send(self, *parts: Buffer) -> None:
-        """Send one or more frames, given as parts (`frame_parts`), without a copy. Waits until the kernel has them."""
+        """Send one or more frames, given as their parts (see `frame_parts`), without a copy.
+
+        The method returns when all bytes are in the system's send buffer.
+        """
 
     @abstractmethod
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
-        """Receive the next frame's body into ``into``. A buffer of exactly the right size is fastest (one system call).
+        """Receive the next frame's body into ``into``, and its meta into :attr:`last_meta`.
 
-        The frame's meta is then in :attr:`last_meta`. Raises the error in an ERROR frame. If the body is longer than
-        ``into``, closes the connection and raises ProtocolError.
+        If ``into`` has the size of the body, one system call is enough. If the frame is an ERROR frame, the method
+        raises the reported error. If the body is longer than ``into``, the method closes the connection and raises
+        ProtocolError.
         """
 
     @abstractmethod
     def receive_header(self, timeout_s: float) -> Header:
-        """Receive the next frame's header; skip unread parts of the last frame. Raises the errors of ``receive``."""
+        """Receive the next frame's header, and skip unread parts of the previous frame.
+
+        Raises the errors of :meth:`receive`.
+        """
 
     @abstractmethod
     def receive_meta(self) -> bytes:
-        """Receive the current frame's meta. Call this after :meth:`receive_header`."""
+        """Receive the meta of the frame whose header :meth:`receive_header` has returned."""
 
     @abstractmethod
     def receive_into(self, buffer: WritableBuffer) -> None:
@@ -173,18 +184,19 @@ class Channel(ABC):
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Return whether either end has closed the connection. Does not wait; thread-safe.
+        """Return whether either end has closed the connection, without waiting. Thread-safe.
 
-        Earlier data may still be unread. With TLS, an orderly close is detected only after its message has been read.
+        Data that arrived before the end may still be unread. With TLS, the method detects a normal close only after the
+        peer's close message has been read.
         """
 
     @abstractmethod
     def fileno(self) -> int:
-        """Return the file descriptor for selectors. First call ``poll(0)``, because bytes may be buffered."""
+        """Return the file descriptor for a selector. Call ``poll(0)`` before the selector: bytes may be buffered."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection; waiting threads then raise ConnectionLostError. Idempotent."""
+        """Close the connection. Threads that wait on the channel then raise ConnectionLostError. Idempotent."""
 
     @abstractmethod
     def statistics(self) -> Statistics:
@@ -203,7 +215,7 @@ class Listener(ABC):
 
     @abstractmethod
     def set_hello(self, hello: Hello) -> None:
-        """Set the Hello for future clients, because a server learns its identity only after it listens."""
+        """Set the Hello (identity) that later clients receive. A server gets its identity only after it listens."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -211,27 +223,27 @@ class Listener(ABC):
 
 
 class Transport(ABC):
-    """Creates channels, opened peers and listeners."""
+    """Creates channels, peers and listeners."""
 
     @abstractmethod
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
-        """Connect and authenticate.
+        """Connect to a server and authenticate both ends.
 
-        Raises AddressError (no listener), AuthenticationError, VersionError, DeadlineError, ConnectionLostError or
-        ProtocolError.
+        Raises AddressError (no server listens there), AuthenticationError, VersionError, DeadlineError,
+        ConnectionLostError or ProtocolError.
         """
 
     @abstractmethod
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
-        """Connect and authenticate from inside an event loop, without blocking it.
+        """Connect to a server and authenticate both ends, without blocking the event loop.
 
         ``handler.frame_received`` receives all frames from the server: replies, and ERROR frames with the request's
         header (``error_of(meta)`` returns the exception). ``handler.disconnected`` is called once, when either end
-        closes the connection; ``handler.connected`` is not called. The first call of the handler comes after this
-        coroutine has returned the peer. If the connection is lost before, this coroutine raises the error, and the
-        handler is not called.
+        closes the connection. ``handler.connected`` is not called. The handler is first called after this coroutine has
+        returned the peer. If the connection is lost earlier, this coroutine raises the error, and the handler is not
+        called.
 
         ``timeout_s`` limits the time to connect, and then the handshake. Raises the errors of :meth:`connect`.
         """
@@ -240,7 +252,7 @@ class Transport(ABC):
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
     ) -> Listener:
-        """Listen at ``address`` (default: a free loopback port) and, if ``unix``, on a Unix socket.
+        """Listen at ``address`` (default: a free loopback port) and, with ``unix``, on a Unix socket.
 
-        ``hello`` is sent to clients. Raises AddressError.
+        ``hello`` is the identity that clients receive. Raises AddressError if the address cannot be used.
         """

@@ -1,4 +1,4 @@
-"""Client side of frames on a byte stream. A subclass transports the bytes."""
+"""The client's end of a connection that sends and receives frames on a byte stream."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from paceline.transport.receiving import allocate
 from paceline.transport.security.authentication import Hello
 from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal, Seals, not_sealed
 
-_ERROR = int(FrameKind.ERROR)  # read once, because an enum lookup takes as much time as unpacking a header
+_ERROR = int(FrameKind.ERROR)  # a constant, because each lookup in the enum takes as long as unpacking a header
 
 SMALL_BYTES = 1 << 12
-"""Frames up to this size are copied, which is cheaper than sendmsg and recvmsg_into."""
+"""Up to this size, frames are copied into one buffer, which is cheaper than sendmsg and recvmsg_into."""
 
 
 class StreamChannel(Channel):
-    """A :class:`Channel` on a byte stream. Abstract: a subclass transports the bytes."""
+    """A :class:`Channel` on a byte stream. This class is abstract; its subclasses send and receive the bytes."""
 
     def __init__(self, address: Address, limits: Limits) -> None:
         self.address = address
         self.peer = Hello(role="server")  # a placeholder until the server sends its Hello
         self._limits = limits
-        self._first = bytearray(SMALL_BYTES)  # the next header, followed by a small body
+        self._first = bytearray(SMALL_BYTES)  # receives the next header, followed by a small body
         self._first_view = memoryview(self._first)
         self._head_view = self._first_view[:HEADER_BYTES]
         self._pad = memoryview(bytearray(8))
-        self._returned = memoryview(b"")  # received bytes to read again
+        self._returned = memoryview(b"")  # received bytes that the next read returns again
         self._meta_left = 0
         self._body_left = 0
         self._body_pad = 0
@@ -62,7 +62,7 @@ class StreamChannel(Channel):
         self._bytes_received = self._bytes_sent = self._frames_received = self._frames_sent = 0
 
     def seal(self, seals: Seals) -> None:
-        """Send a tag with every later frame, and require tags from the other end."""
+        """Send an authentication tag with every later frame, and require tags from the other end."""
         self._sending, self._receiving = seals
 
     # Subclasses implement these methods. All except `binding` raise ConnectionLostError and DeadlineError.
@@ -77,15 +77,15 @@ class StreamChannel(Channel):
 
     @abstractmethod
     def _read_scattered(self, buffers: Sequence[Any]) -> int:
-        """Wait for data; fill the buffers in order and return the number of bytes."""
+        """Wait for data, receive it into the buffers in order, and return the number of received bytes."""
 
     @abstractmethod
     def _read_first(self, size: int) -> int:
-        """Wait for at most ``size`` bytes at the start of ``_first``; return their number."""
+        """Wait for data, receive at most ``size`` bytes at the start of ``_first``, and return their number."""
 
     @abstractmethod
     def _read(self, view: memoryview) -> int:
-        """Wait for ``view`` to be filled; may return early with fewer bytes."""
+        """Receive bytes into ``view`` and return their number, which may be smaller than the size of ``view``."""
 
     @abstractmethod
     def _set_timeout(self, timeout_s: float) -> None:
@@ -97,7 +97,10 @@ class StreamChannel(Channel):
         self._frames_sent += 1
 
     def _write_sealed(self, parts: Sequence[Any]) -> int:
-        """Send a frame and its tag. A piece of a large frame is hashed while another is in flight."""
+        """Send a frame and its authentication tag.
+
+        Each piece of a large frame is hashed while the last is in flight.
+        """
         seal = self._sending
         assert seal is not None
         size = sum(map(size_of, parts))
@@ -138,8 +141,8 @@ class StreamChannel(Channel):
             or header[0] != MAGIC
             or header[1] != PROTOCOL_VERSION
         ):
-            # This is not a frame without meta and with a body of this size, so later calls read the received bytes
-            # again, part by part.
+            # The frame has a meta, or its body has not the expected size. So the received bytes are kept, and the
+            # next reads of the meta and the body return them.
             read = self._first if is_small else join((self._head_view, into, self._pad))
             self._returned = memoryview(bytes(read[:got]))
             return self._receive_in_steps(into, timeout_s)
@@ -179,14 +182,17 @@ class StreamChannel(Channel):
         if header.kind == FrameKind.ERROR or header.kind == FrameKind.REFUSED:
             meta = self.receive_meta()
             if self._receiving is not None and self._body_left:
-                self.receive_into(allocate(self._body_left))  # check the tag before the error is trusted
+                self.receive_into(allocate(self._body_left))  # this checks the tag, before the error is trusted
             if header.kind == FrameKind.REFUSED:
                 self.close()
             raise error_of(meta)
         return header
 
     def next_header(self, timeout_s: float) -> Header:
-        """Receive the header of the next frame, without raising errors reported by the peer."""
+        """Receive the header of the next frame.
+
+        Unlike :meth:`receive_header`, do not raise an error that it reports.
+        """
         if timeout_s != self._timeout_s:
             self._change_timeout(timeout_s)
         if self._meta_left:
@@ -261,7 +267,7 @@ class StreamChannel(Channel):
         return Statistics(self._bytes_received, self._bytes_sent, self._frames_received, self._frames_sent)
 
     def _fill_frame(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes of the frame; sealed bytes are hashed while more arrive."""
+        """Fill ``view`` with the next bytes of the frame. If frames have tags, hash bytes while more bytes arrive."""
         if self._receiving is None:
             self._fill(view, within_frame=True)
             return
@@ -299,8 +305,8 @@ class StreamChannel(Channel):
                 return
             view = view[got:]
             within_frame = True
-            # Limit the total time, because a peer may send slowly. Read the clock only after a short read, which is
-            # rare.
+            # A slow peer may send one byte at a time, so the total time is limited too. The clock is read only after a
+            # read that did not fill the view, which is rare.
             time_s = time.monotonic()
             deadline = deadline or time_s + self._timeout_s
             if time_s > deadline:
@@ -309,7 +315,7 @@ class StreamChannel(Channel):
 
     def _change_timeout(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._set_timeout(max(timeout_s, 1e-6))  # for a socket, 0 would mean no timeout or no wait
+        self._set_timeout(max(timeout_s, 1e-6))  # for a socket, a timeout of 0 has another meaning
 
     def _peer_name(self) -> str:
         peer = self.peer
@@ -319,7 +325,7 @@ class StreamChannel(Channel):
         return DeadlineError(f"no answer from {self._peer_name()} within {self._timeout_s:g} s")
 
     def _lost(self, error: Exception | None = None) -> ConnectionLostError:
-        self.close()  # close now, because a TLS server waits until the client closes
+        self.close()  # a TLS server waits until the client closes the connection
         cause = f" ({error})" if error is not None else ""
         return ConnectionLostError(f"the connection to {self._peer_name()} was closed{cause}")
 

@@ -1,7 +1,7 @@
-"""Implement the client's half of the handshake; `server_handshake` has the server's half.
+"""The client's half of the handshake. The module `server_handshake` has the server's half.
 
-:class:`ClientHandshake` has the rules. :func:`authenticate` applies the rules to a blocking channel, and `opening`
-applies them in an event loop.
+:class:`ClientHandshake` does the handshake without I/O. :func:`authenticate` runs it on a blocking channel, and the
+module `opening` runs it in an event loop.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from paceline.transport.security.server_handshake import wrong_server_reason
 class ClientHandshake:
     """A client's half of one handshake, without I/O.
 
-    Call :meth:`answer` with the CHALLENGE, then :meth:`finish` with the WELCOME. After a failure, :meth:`explain`
-    returns the error to raise.
+    The caller passes the server's CHALLENGE to :meth:`answer`, and then the server's WELCOME to :meth:`finish`. If the
+    connection fails, :meth:`explain` returns the error to raise.
     """
 
     def __init__(self, address: Address, token: str, hello: Hello, *, listener: str = "") -> None:
-        """``listener``: the id of the expected listener; empty accepts any listener at the address."""
+        """``listener`` is the id of the expected listener. If it is empty, any listener at the address is accepted."""
         self.address = address
         self.expected_kind = FrameKind.CHALLENGE
-        """The kind of the next expected frame."""
+        """The kind of the frame that the server must send next."""
         self.seals: Seals | None = None
-        """Seals of later frames, available after the WELCOME; None if frames are not sealed."""
+        """The creators and checkers of later frames' tags. None before the WELCOME, or if frames have no tags."""
         self._token = token
         self._hello = hello
         self._server = hello.to or "server"
@@ -70,10 +70,10 @@ class ClientHandshake:
             )
 
     def refusal_error(self, meta: bytes | memoryview) -> PacelineError:
-        """Return the error for a refusal from a peer that has not authenticated itself.
+        """Return the error for a REFUSED frame from a server that has not proven that it has the token.
 
-        Such a peer can cause only two kinds of error, which it could also cause without a refusal: by a wrong proof, or
-        by closing the connection.
+        The result is one of two kinds of error. An attacker could cause these errors also without a REFUSED frame: by a
+        wrong proof, or by closing the connection.
         """
         error, message = unauthenticated_error(meta)
         if self.expected_kind is FrameKind.WELCOME and error == AuthenticationError.__name__:
@@ -87,7 +87,10 @@ class ClientHandshake:
         )
 
     def answer(self, meta: bytes | memoryview, binding: bytes) -> bytes:
-        """Return the meta of the HELLO that answers a CHALLENGE; ``binding`` is the channel binding of this end."""
+        """Return the content of the HELLO frame that answers a CHALLENGE with the content ``meta``.
+
+        ``binding`` is the channel binding of this end (see `sealing`).
+        """
         server_nonce = decode(meta, Challenge).nonce
         if len(server_nonce) != NONCE_BYTES:
             raise ProtocolError(
@@ -103,9 +106,9 @@ class ClientHandshake:
         )
 
     def finish(self, meta: bytes | memoryview) -> Hello:
-        """Return the server's Hello from its WELCOME.
+        """Check the WELCOME frame, and return the server's Hello (identity).
 
-        Raises AuthenticationError if the proof is wrong, AddressError if another server replied.
+        Raises AuthenticationError if the server's proof is wrong, and AddressError if another server replied.
         """
         welcome = decode(meta, Proof)
         transcript = (*self._transcript, welcome.hello, welcome.view)
@@ -143,7 +146,7 @@ def authenticate(
     listener: str = "",
     always_sealed: bool = False,
 ) -> None:
-    """Do the client's half of the handshake, or close the channel and raise. See :class:`ClientHandshake`."""
+    """Do the client's half of the handshake on a channel. If it fails, close the channel and raise an error."""
     handshake = ClientHandshake(channel.address, token, hello, listener=listener)
     try:
         challenge = _receive(channel, handshake, timeout_s)
@@ -162,7 +165,7 @@ def _receive(channel: StreamChannel, handshake: ClientHandshake, timeout_s: floa
         header = channel.next_header(timeout_s)
     except VersionError:
         if handshake.expected_kind is FrameKind.CHALLENGE:
-            channel.send(pack_header(FrameKind.HELLO))  # sends this process's version, so that both ends can report it
+            channel.send(pack_header(FrameKind.HELLO))  # the header contains this version, which the server reports
         raise
     except PacelineError as error:
         raise handshake.explain(error) from None

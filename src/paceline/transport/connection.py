@@ -1,7 +1,8 @@
-"""Base class of an event loop's connections. It reports frames and the loss of the connection to the handler.
+"""The base class of connections in an event loop.
 
-A connection runs on any asyncio transport: a socket, TLS, or an imitation in tests. The subclasses in `listening` and
-`opening` differ in the handshake and in the handling of failures.
+A connection reports received frames and its end to the handler. It runs on any asyncio transport: a socket, TLS, or a
+replacement in tests. The subclasses in the modules `listening` and `opening` differ in the handshake and in the
+handling of failures.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SOCKET_BUFFER_BYTES = 1 << 22
 
 
 class Connection(FrameReceiver):
-    """The asyncio protocol of one connection. Abstract: a subclass does the handshake."""
+    """The asyncio protocol of one connection. This class is abstract; its subclasses do the handshake."""
 
     def __init__(self, handler: Handler, limits: Limits, pool: BufferPool) -> None:
         super().__init__(limits, pool)
@@ -37,7 +38,7 @@ class Connection(FrameReceiver):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Begin the handshake on the connected transport."""
+        """Begin the handshake. ``transport`` is connected."""
 
     def close(self) -> None:
         if self._peer is not None:
@@ -50,7 +51,7 @@ class Connection(FrameReceiver):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         enlarge_socket_buffers(transport.get_extra_info("socket"))
-        if transport.get_extra_info("ssl_object") is None:  # asyncio's TLS has its own buffer limits
+        if transport.get_extra_info("ssl_object") is None:  # asyncio limits the buffers of TLS itself
             transport.set_write_buffer_limits(high=0)
         self._begin()
 
@@ -63,7 +64,7 @@ class Connection(FrameReceiver):
             self._peer.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.transport.close()  # the transport is already closed, but TLS in Python 3.10 requires this call
+        self.transport.close()  # the TLS of Python 3.10 requires this call, although the transport is closed
         self._cancel_timer()
         within_frame = self.is_within_frame and not self._stopped
         self.stop_receiving()
@@ -92,7 +93,7 @@ class Connection(FrameReceiver):
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            return  # a transport of tests, without a loop and without slow peers
+            return  # this is a transport of tests, which has no event loop
         self._timer = loop.call_later(timeout_s, call)
 
     def _cancel_timer(self) -> None:

@@ -1,4 +1,4 @@
-"""Decode peers' messages, and encode and decode exceptions. A malformed message raises ProtocolError."""
+"""Decode the messages of peers, and encode and decode exceptions. Malformed messages raise ProtocolError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline import errors
 from paceline.errors import PacelineError, PeerError, ProtocolError, printable
 
 UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""The errors of msgspec for wrong types or bounds, for a thousand nested maps, and for invalid UTF-8."""
+"""The errors that msgspec raises for values of a wrong type or size, for too deep nesting, and for invalid UTF-8."""
 
 _lock = threading.Lock()
 _known: set[Any] = set()
@@ -24,9 +24,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def register_type(kind: _Kind) -> _Kind:
-    """Register a type with msgspec and return it. Call this before the first decoding of the type.
+    """Register a type with msgspec and return it. The caller must do this before it first decodes the type.
 
-    msgspec collects the fields of a type at the first use of the type. If two threads do this at the same time, the
+    At the first use of a type, msgspec collects the fields of the type. If two threads do this at the same time, the
     process crashes (msgspec 0.22). This function does it under a lock.
     """
     if kind not in _known:
@@ -37,7 +37,7 @@ def register_type(kind: _Kind) -> _Kind:
 
 
 def read_meta(meta: bytes | memoryview, kind: Any, name: str) -> Any:
-    """Decode msgpack as `kind`; `name` describes the value in a ProtocolError."""
+    """Decode msgpack bytes to a value of the type `kind`. `name` describes the value in the text of a ProtocolError."""
     try:
         return msgspec.msgpack.decode(meta, type=register_type(kind))
     except UNREADABLE as error:
@@ -45,7 +45,7 @@ def read_meta(meta: bytes | memoryview, kind: Any, name: str) -> Any:
 
 
 def reader(kind: Any, name: str) -> Callable[[bytes | memoryview], Any]:
-    """Return :func:`read_meta` for one type and name as a function, which is faster for frequent use."""
+    """Return a function that decodes like :func:`read_meta`, for one type and name. It is faster for frequent use."""
     decode = msgspec.msgpack.Decoder(register_type(kind)).decode
 
     def read(meta: bytes | memoryview) -> Any:
@@ -58,10 +58,10 @@ def reader(kind: Any, name: str) -> Callable[[bytes | memoryview], Any]:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The meta of an ERROR or REFUSED frame."""
+    """The content of an ERROR or REFUSED frame."""
 
     error: str
-    """The name of a class in :mod:`paceline.errors`; an unknown name becomes PeerError."""
+    """The name of the error's class in :mod:`paceline.errors`. The receiver replaces an unknown class by PeerError."""
     message: str
 
 
@@ -72,7 +72,10 @@ _decoder = msgspec.msgpack.Decoder(register_type(Failure))
 
 
 def error_meta(error: Exception) -> bytes:
-    """Return the meta of the frame that reports ``error``. Classes outside `paceline.errors` become InternalError."""
+    """Return the content of the ERROR frame that reports ``error``.
+
+    An exception whose class is not in `paceline.errors` is reported as InternalError.
+    """
     if isinstance(error, PacelineError):
         failure = Failure(type(error).__name__, str(error)[:_MAX_MESSAGE])
     else:
@@ -85,7 +88,8 @@ def error_of(meta: bytes | memoryview) -> PacelineError:
     """Return the error in an ERROR or REFUSED frame, as an object of its class in :mod:`paceline.errors`.
 
     An unknown class becomes a :class:`PeerError` whose message has the class name. An unreadable report becomes a
-    :class:`ProtocolError`. Use this only for authenticated peers; for others use :func:`unauthenticated_error`.
+    :class:`ProtocolError`. This function is only for authenticated peers. For other peers, use
+    :func:`unauthenticated_error`.
     """
     failure = _read(meta)
     if failure is None:

@@ -1,13 +1,14 @@
-"""Wire format of frames. Pure: bytes in, values out.
+"""The format of frames, the messages between processes. This module does no I/O.
 
-A frame is a header of 40 bytes, ``meta`` (msgpack, for control) and ``body`` (raw little-endian arrays)::
+A frame is a header of 40 bytes, ``meta`` (control data in msgpack) and ``body`` (raw little-endian arrays)::
 
     0      2        3     4      6      8        12     16     20        28          32          40
     | magic | version | kind | flags | table | request | epoch | clock | sequence | meta_bytes | body_bytes |
 
-All fields are unsigned and little-endian. ``meta`` and ``body`` are each padded with zeros to a multiple of 8 bytes;
-the two lengths exclude the padding. Therefore every part of a frame begins 8-aligned, and arrays can be used in place.
-Kinds 0 to 15 belong to the transport (:class:`FrameKind`); applications define the other kinds.
+All fields are unsigned and little-endian. ``meta`` and ``body`` are each padded with zeros to a multiple of 8 bytes, so
+that every part of a frame begins at a multiple of 8, and arrays can be used in place. ``meta_bytes`` and ``body_bytes``
+do not include the padding. Kinds 0 to 15 belong to the transport (:class:`FrameKind`). Applications define the other
+kinds.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ PROTOCOL_VERSION: Final = 2
 FIRST_APPLICATION_KIND: Final = 16
 
 PADS: Final = tuple(bytes(size) for size in range(8))
-"""The padding after a part of a frame: ``PADS[-size & 7]``, because parts begin at multiples of 8."""
+"""The possible paddings. ``PADS[-size & 7]`` follows a part of ``size`` bytes: parts begin at multiples of 8."""
 
 
 class FrameKind(IntEnum):
     """Frame kinds reserved for the transport."""
 
     CHALLENGE = 1
-    """Server to client, first frame of a connection: request for a proof that the client has the token."""
+    """The server's first frame. It requests a proof that the client has the token."""
     HELLO = 2
-    """Client to server: identity, proof, and a nonce for the server's proof."""
+    """The client's reply to CHALLENGE: its identity, its proof, and a random number (nonce) for the server's proof."""
     WELCOME = 3
-    """Server to client: identity and proof."""
+    """The server's reply to HELLO: its identity and its proof that it has the token."""
     REFUSED = 4
-    """Server to client, last frame of a connection: the reason why the server closes it."""
+    """The server's last frame on a connection. It contains the reason for which the server closes the connection."""
     ERROR = 5
-    """Server to client: the request with this number failed; the connection stays open."""
+    """The server's report that the request with this number has failed. The connection stays open."""
 
 
 class Header(NamedTuple):
-    """The header of a frame. A NamedTuple, because no other class with named fields is as fast."""
+    """The header of a frame. It is a NamedTuple, the fastest class with named fields."""
 
     magic: int = MAGIC
     version: int = PROTOCOL_VERSION
@@ -71,22 +72,23 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits on a peer's use of memory, checked in the header before any allocation."""
+    """Limits on the memory that a peer can occupy. The receiver of a frame checks them before it allocates memory."""
 
     max_frame_bytes: int = 1 << 30
-    """The largest frame: header, meta, body and padding."""
+    """The maximum size of a frame, with header, meta, body and padding."""
     max_handshake_bytes: int = 4096
-    """The largest frame of an unauthenticated peer."""
+    """The maximum size of a frame from an unauthenticated peer."""
     max_meta_bytes: int = 1 << 26
-    """The largest meta part."""
+    """The maximum size of the meta part of a frame."""
     max_backlog_bytes: int = 1 << 28
     """If a client's unread replies exceed this size, the server stops reading the client's requests."""
 
 
 def pack_header(kind: int, **fields: int) -> bytes:
-    """Return the 40 bytes of a header with these fields of :class:`Header`; lengths exclude padding.
+    """Return the 40 bytes of a header with these fields of :class:`Header`. The lengths do not include padding.
 
-    Use this for frames sent in pieces, and for malformed frames in tests. `frame_parts` creates whole frames.
+    This function is for frames that are sent in pieces, and for malformed frames in tests. `frame_parts` creates whole
+    frames.
     """
     return HEADER.pack(*Header(kind=kind, **fields))
 
@@ -116,7 +118,7 @@ def not_a_header(header: Header, first: bytes) -> ProtocolError | VersionError:
 
 
 def padded(size: int) -> int:
-    """Return ``size`` rounded up to a multiple of 8, its size on the wire."""
+    """Return the number of bytes that a part of ``size`` bytes occupies in a frame, a multiple of 8."""
     return (size + 7) & -8
 
 
@@ -125,7 +127,7 @@ def frame_bytes(header: Header) -> int:
 
 
 def view_of(buffer: Buffer) -> memoryview:
-    given: Any = buffer  # Any, because arrays have the buffer protocol in their type only since Python 3.12
+    given: Any = buffer  # typed as Any, because before Python 3.12 the type of arrays lacks the buffer protocol
     return memoryview(given).cast("B") if size_of(buffer) else memoryview(b"")
 
 
@@ -145,9 +147,9 @@ def frame_parts(
     meta: Buffer = b"",
     body: Buffer | Sequence[Buffer] = (),
 ) -> list[Buffer]:
-    """Return a frame as a list of buffers with padding, without a copy.
+    """Return a frame as a list of buffers, including padding. The buffers are not copied.
 
-    ``body`` is one buffer or a sequence of buffers, which are sent one after another.
+    ``body`` is one buffer, or a sequence of buffers that together form the body.
     """
     parts = (body,) if isinstance(body, (bytes, bytearray, memoryview, np.ndarray)) else body
     meta_bytes, body_bytes = size_of(meta), 0

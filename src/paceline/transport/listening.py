@@ -1,4 +1,4 @@
-"""A listener on sockets in an event loop, and its connections: authenticate clients, pass on their frames."""
+"""A listener in an event loop, and its connections. They authenticate clients and pass frames to the handler."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _logger = logging.getLogger("paceline.transport")
 
 @dataclass(eq=False, slots=True)
 class Service:
-    """State shared by all connections of a listener."""
+    """The state that all connections of a listener share."""
 
     handler: Handler
     token: str
@@ -57,7 +57,7 @@ class AcceptedConnection(Connection):
     """The server's end of a connection. Exceptions of the handler are sent back as ERROR frames."""
 
     def __init__(self, service: Service, accepted: socket.socket | None = None) -> None:
-        """``accepted``: the socket, if the service counts it as an unauthenticated connection."""
+        """``accepted`` is the accepted socket if the service counts it as an unauthenticated connection."""
         super().__init__(service.handler, service.limits, service.pool)
         self._service = service
         self._socket = accepted
@@ -76,7 +76,7 @@ class AcceptedConnection(Connection):
         super().connection_lost(exc)
 
     def frame_failed(self, header: Header, error: Exception) -> None:
-        """Reply with an ERROR frame; before the end of the handshake, close the connection."""
+        """Reply to the frame with an ERROR frame. If the handshake has not finished, close the connection instead."""
         if self._peer is None:
             self.stream_failed(error)
             return
@@ -87,7 +87,7 @@ class AcceptedConnection(Connection):
         self._peer.send_error(header, error)
 
     def stream_failed(self, error: Exception) -> None:
-        """Send the reason and close the connection."""
+        """Send ``error`` to the client as the reason, and close the connection."""
         self._complain(error)
         self._failure = error
         self.stop_receiving()
@@ -115,7 +115,7 @@ class AcceptedConnection(Connection):
         self._send_meta(FrameKind.WELCOME, handshake.welcome(binding))
         try:
             hello = handshake.identify()
-        except PacelineError as error:  # WELCOME was sent first, so the client trusts this reason
+        except PacelineError as error:  # the WELCOME proved the server's identity, so the client trusts this reason
             self._complain(error)
             self.close()
             return
@@ -144,12 +144,12 @@ def _peer_address(transport: asyncio.Transport) -> str:
 
 _LINGER_S = 1.0
 _MAX_ACCEPTS = 64
-"""Number of connections to accept before other tasks of the loop run."""
+"""The number of connections that are accepted before other tasks of the event loop run."""
 _RETRY_S = 0.05
 
 
 class SocketListener(Listener):
-    """Accepts connections from :meth:`start` to :meth:`close`."""
+    """A listener on sockets. It accepts connections from :meth:`start` to :meth:`close`."""
 
     def __init__(
         self, endpoint: Endpoint, service: Service, listening: Sequence[socket.socket], context: ssl.SSLContext | None
@@ -193,7 +193,7 @@ class SocketListener(Listener):
             connection.close()
         deadline = asyncio.get_running_loop().time() + _LINGER_S
         while connections and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.001)  # during this pause the loop sends the backlog
+            await asyncio.sleep(0.001)  # during this pause the event loop sends the queued frames
         for connection in list(connections):
             connection.transport.abort()
         while connections:
@@ -220,16 +220,16 @@ class SocketListener(Listener):
                     if not is_full:
                         _logger.warning("cannot accept a connection at %s: %s", self.endpoint, error)
                     is_full = True
-                    await asyncio.sleep(_RETRY_S)  # probably all descriptors are in use; some may be closed soon
+                    await asyncio.sleep(_RETRY_S)  # probably all file descriptors are in use; wait until some are free
                 else:
                     is_full = False
                     if self._start_connection(connected, peer_address):
-                        # return to the loop, because only the loop releases the descriptor of the dropped connection
+                        # The event loop must run now, to close the file descriptor of the dropped connection.
                         break
             await asyncio.sleep(0)
 
     def _start_connection(self, connected: socket.socket, peer_address: Any) -> bool:
-        """Start a connection; return whether another one was dropped to make room."""
+        """Start a connection on an accepted socket. Return whether an older connection was dropped for it."""
         if is_other_user(connected):
             _logger.debug("a connection of another user to the Unix socket is closed")
             connected.close()
@@ -239,7 +239,7 @@ class SocketListener(Listener):
         if dropped is not None:
             _logger.debug("too many unauthenticated connections, so the oldest is dropped")
             with contextlib.suppress(OSError):
-                dropped.shutdown(socket.SHUT_RDWR)  # the transport detects this and closes the socket
+                dropped.shutdown(socket.SHUT_RDWR)  # asyncio's transport detects this and closes the socket
         connected.setblocking(False)
         self._starting.add(connected)
         self._run(self._start_asyncio(connected))

@@ -1,4 +1,4 @@
-"""Connections that an event loop opens to a server; `client` has the blocking version."""
+"""Connections that an event loop opens to a server. The module `client` has blocking connections."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _logger = logging.getLogger("paceline.transport")
 class OpenedConnection(Connection):
     """The client's end of a connection, in an event loop.
 
-    The first call of the handler comes after :meth:`wait_authenticated` has returned the peer. Frames that arrive
-    earlier are queued. If the connection is lost before this call, :meth:`wait_authenticated` raises the error.
+    The handler is first called after :meth:`wait_authenticated` has returned the peer. Frames that arrive earlier are
+    queued. If the connection is lost earlier, :meth:`wait_authenticated` raises the error.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class OpenedConnection(Connection):
         lost_early: PacelineError | None = None,
         always_sealed: bool = False,
     ) -> None:
-        """``call_soon`` calls a function later in the same thread. ``lost_early`` is the error for a connection that
-        closes before its first frame, if the transport knows the cause. With ``always_sealed``, frames are sealed even
-        on connections without a possible intermediary.
+        """``call_soon`` calls a function later in this thread. ``lost_early`` is the error to raise if the connection
+        closes before its first frame. With ``always_sealed``, frames have authentication tags even if no intermediary
+        between the ends is possible.
         """
         super().__init__(handler, limits, pool)
         self._handshake = handshake
@@ -55,14 +55,14 @@ class OpenedConnection(Connection):
         self._lost_early = lost_early
         self._always_sealed = always_sealed
         self._authenticated: asyncio.Future[TransportPeer] = asyncio.get_running_loop().create_future()
-        # Retrieve the exception here too, because a cancelled caller never does, and asyncio would then log the
-        # exception.
+        # If the caller is cancelled, it never retrieves the future's exception, and asyncio would log this. So a
+        # callback retrieves the exception too.
         self._authenticated.add_done_callback(lambda future: None if future.cancelled() else future.exception())
         self._is_known = False  # whether wait_authenticated() has returned the peer
         self._early: list[Frame] = []
 
     async def wait_authenticated(self, timeout_s: float) -> TransportPeer:
-        """Wait for the end of the handshake and return the peer; close the connection on failure."""
+        """Wait for the end of the handshake, and return the peer. If the handshake fails, close the connection."""
 
         def late() -> None:
             error = DeadlineError(f"no answer from the server at {self._address} within {timeout_s:g} s")
@@ -98,14 +98,14 @@ class OpenedConnection(Connection):
         super().connection_lost(exc)
 
     def _peer_lost(self, peer: TransportPeer, reason: Exception | None) -> None:
-        """Notify the handler, or the caller of :meth:`wait_authenticated` if the call has not returned the peer yet."""
+        """Report the loss of the peer to the handler, or to :meth:`wait_authenticated` if it has not returned yet."""
         if self._is_known:
             super()._peer_lost(peer, reason)
         else:
             self._failure = reason
 
     def frame_failed(self, header: Header, error: Exception) -> None:
-        """Close the connection: the peer expects no reply to this frame, so the failure would stay unnoticed."""
+        """Close the connection, because the server expects no reply to which an error could be reported."""
         peer = self._peer
         if peer is None:
             self._fail(error)
@@ -205,7 +205,7 @@ async def dial(address: Address, timeout_s: float) -> socket.socket:
     """Return a connected socket in non-blocking mode. Raises AddressError or DeadlineError."""
     try:
         result = await asyncio.wait_for(_try(address, timeout_s), timeout_s)
-    except asyncio.TimeoutError:  # from Python 3.11 on, also the TimeoutError of the system
+    except asyncio.TimeoutError:  # since Python 3.11 this class includes the system's TimeoutError
         raise cannot_reach(address, TimeoutError(), timeout_s) from None
     if isinstance(result, OSError):
         raise cannot_reach(address, result, timeout_s) from None
@@ -213,7 +213,7 @@ async def dial(address: Address, timeout_s: float) -> socket.socket:
 
 
 async def _try(address: Address, timeout_s: float) -> socket.socket | OSError:
-    """Connect; return the system's error, because asyncio logs raised errors after a cancelled wait."""
+    """Return a connected socket, or the system's error. asyncio would log a raised error after a cancelled wait."""
     try:
         return await _dial(address, timeout_s)
     except OSError as error:
@@ -227,7 +227,7 @@ async def run_on(
     context: ssl.SSLContext | None,
     timeout_s: float,
 ) -> None:
-    """Run the connection on the socket, with TLS if there is a context. Raises a PacelineError if TLS fails."""
+    """Run the connection on a connected socket. With ``context``, use TLS. Raises a PacelineError if TLS fails."""
     loop = asyncio.get_running_loop()
     secure: dict[str, Any] = {}
     if context is not None:
@@ -236,13 +236,13 @@ async def run_on(
     try:
         await loop.create_connection(lambda: connection, sock=connected, **secure)
     except OSError as error:
-        # asyncio raises ConnectionAbortedError after the timeout of a TLS handshake, but also in other cases.
+        # asyncio raises ConnectionAbortedError after the timeout of a TLS handshake and in other cases.
         late = isinstance(error, ConnectionAbortedError) and loop.time() >= end
         raise no_tls(address, TimeoutError() if late else error, timeout_s) from None
 
 
 async def _dial(address: Address, timeout_s: float) -> socket.socket:
-    """Try every address of the host, each with an equal share of the remaining time."""
+    """Try to connect to each address of the host. Each attempt gets an equal share of the remaining time."""
     if address.scheme == "unix":
         return await _dial_unix(address)
     loop = asyncio.get_running_loop()
@@ -267,7 +267,7 @@ async def _dial(address: Address, timeout_s: float) -> socket.socket:
 
 
 async def _resolve(address: Address) -> list[Any]:
-    try:  # try without a thread first, because a numeric host needs no look-up
+    try:  # a numeric host needs no look-up, and therefore no thread
         return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         return await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -281,7 +281,8 @@ async def _dial_unix(address: Address) -> socket.socket:
             try:
                 connected.connect(address.unix_name)
             except BlockingIOError:
-                # The listener's queue is full. Retry here, because sock_connect would report the socket as connected.
+                # The queue of the listener is full. This loop retries, because asyncio's sock_connect would wrongly
+                # report the socket as connected.
                 await asyncio.sleep(_FULL_S)
             else:
                 check_user(connected, address)

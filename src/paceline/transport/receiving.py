@@ -1,9 +1,9 @@
-"""Receive frames in an event loop: bytes are received in place, and the handler gets views of the frames.
+"""Receive frames in an event loop without copies. The handler gets views of the buffers that received the frames.
 
-A buffer for small frames receives many pipelined frames in one system call. Of a larger frame, only the bytes that are
-already in this buffer are copied; the other bytes are received directly into a large buffer. Both kinds of buffers come
-from a pool shared by all connections of an event loop. An idle connection returns its buffers to the pool, and an
-unauthenticated connection has only a small buffer.
+One system call receives many small frames into one buffer. Of a larger frame, only the bytes that are already in this
+buffer are copied. The other bytes are received directly into a large buffer. All connections of an event loop share a
+pool of buffers. An idle connection returns its buffers to the pool. An unauthenticated connection has only a small
+buffer.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _KEPT_BYTES = 1 << 26
 _NUM_KEPT = 2
 _NUM_BUFFERS_KEPT = 16
 _EMPTY = memoryview(b"")
-_IGNORED = memoryview(bytearray(1 << 12))  # memory for bytes that arrive after the end and are ignored
+_IGNORED = memoryview(bytearray(1 << 12))  # the buffer for bytes that arrive after stop_receiving() and are ignored
 
 Deliver = Callable[[Header, memoryview, memoryview], None]
 
 
 def allocate(size: int) -> memoryview:
-    """Return new memory, 8-aligned. The system provides its pages at the first write."""
+    """Return new memory whose address is a multiple of 8. The system provides its pages at the first write."""
     return view_of(np.empty(size, np.uint8))
 
 
 class BufferPool:
-    """Reusable buffers. In a new buffer, the first write to a page takes about as long as copying the page's data."""
+    """A pool of buffers. Reuse saves time, because the first write to a page of new memory costs as much as a copy."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
         self.free_buffers: list[memoryview] = []
-        """Buffers of ``BUFFER_BYTES`` bytes, the most recently used last."""
+        """The free buffers of ``BUFFER_BYTES`` bytes. The most recently used buffer is the last."""
 
     @classmethod
     def of_running_loop(cls) -> BufferPool:
@@ -59,7 +59,7 @@ class BufferPool:
         return _pools.setdefault(asyncio.get_running_loop(), cls())
 
     def give_buffer(self, buffer: memoryview) -> None:
-        """Return a buffer to the pool; drop it if the size differs or the pool is full."""
+        """Return a buffer to the pool. A buffer of another size, or for which the pool has no room, is freed."""
         if len(buffer) == BUFFER_BYTES and len(self.free_buffers) < _NUM_BUFFERS_KEPT:
             self.free_buffers.append(buffer)
 
@@ -70,7 +70,7 @@ class BufferPool:
         return allocate(1 << (size - 1).bit_length())
 
     def give(self, buffer: memoryview) -> None:
-        """Return a buffer to the pool; drop it above 64 MiB or if the pool is full."""
+        """Return a large buffer to the pool. A buffer above 64 MiB, or for which the pool has no room, is freed."""
         if len(buffer) <= _KEPT_BYTES:
             self._free.append(buffer)
             self._free.sort(key=len)
@@ -81,7 +81,7 @@ _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, BufferPool] = WeakKeyDictio
 
 
 class _LargeFrame(NamedTuple):
-    """A frame received in place, and its memory, which may be larger than the frame."""
+    """A large frame that is being received, and its buffer, which may be larger than the frame."""
 
     memory: memoryview
     header: Header
@@ -89,11 +89,11 @@ class _LargeFrame(NamedTuple):
 
 
 class _TagCheck:
-    """Checks the tags of received frames. Hashes a frame while its remaining bytes are in flight."""
+    """Checks the authentication tags of received frames. It hashes a frame while the frame's other bytes arrive."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
-        self._hashed = 0  # number of hashed bytes of the current frame
+        self._hashed = 0  # the number of hashed bytes of the current frame
 
     def hash(self, received: memoryview, frame_bytes: int) -> None:
         stop = min(len(received), frame_bytes - TAG_BYTES)
@@ -108,7 +108,10 @@ class _TagCheck:
 
 
 class FrameReceiver(asyncio.BufferedProtocol, ABC):
-    """Splits received bytes into frames for ``deliver``. Abstract: a subclass handles failures."""
+    """Divides received bytes into frames, and passes each frame to ``deliver``.
+
+    This class is abstract; its subclasses handle failures.
+    """
 
     def __init__(self, limits: Limits, pool: BufferPool) -> None:
         self.deliver: Deliver = self._ignore
@@ -118,29 +121,30 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         self._max_frame_bytes = limits.max_handshake_bytes
         self._first_kind = 0
         self._check: _TagCheck | None = None
-        self._tag_bytes = 0  # size of the tag after every frame
+        self._tag_bytes = 0  # the size of the authentication tag after every frame
         self._pool = pool
         self._is_authenticated = False
-        self._buffer: memoryview | None = None  # None while no received bytes are stored
-        self._start = 0  # first byte of the first undelivered frame
-        self._end = 0  # position after the last received byte
+        self._buffer: memoryview | None = None  # the buffer for small frames; None if no received bytes are stored
+        self._start = 0  # the position in the buffer of the first frame that is not delivered
+        self._end = 0  # the position in the buffer after the last received byte
         self._large: _LargeFrame | None = None
         self._stopped = False
 
     @abstractmethod
     def frame_failed(self, header: Header, error: Exception) -> None:
-        """Handle an exception of ``deliver``."""
+        """Handle an exception that ``deliver`` raised for a frame."""
 
     @abstractmethod
     def stream_failed(self, error: Exception) -> None:
-        """Close the connection, because later bytes cannot be decoded."""
+        """Close the connection after an invalid frame, because the bytes after this frame cannot be decoded."""
 
     def allow_application(
         self, limits: Limits, deliver: Deliver, *, first_kind: int = FIRST_APPLICATION_KIND, seal: Seal | None = None
     ) -> None:
         """Accept application frames instead of handshake frames.
 
-        Rejects kinds below ``first_kind``; with a seal, also rejects frames without a valid tag.
+        Frames of kinds below ``first_kind`` are rejected. With ``seal``, frames without a valid authentication tag are
+        rejected too.
         """
         self._check = None if seal is None else _TagCheck(seal)
         self._tag_bytes = 0 if seal is None else TAG_BYTES
@@ -154,7 +158,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         return self._end > self._start
 
     def stop_receiving(self) -> None:
-        """Ignore all bytes received so far and later, and free their memory."""
+        """Ignore the bytes that are not delivered yet and all later bytes, and free their memory."""
         self._stopped = True
         self.deliver = self._ignore
         self._buffer = None  # not returned to the pool, because the caller may use a frame in this buffer
@@ -215,7 +219,8 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 return
             self.frames_received += 1
             meta_at = start + HEADER_BYTES
-            # Advance before the call, so that the frame counts as delivered even if `deliver` raises or closes.
+            # The position advances before the call, so that the frame counts as delivered even if `deliver` raises an
+            # error or stops the receiver.
             self._start = start = stop
             try:
                 self.deliver(

@@ -37,7 +37,7 @@ class _Reading:
         self._max_backlog_bytes = max_backlog_bytes
 
     def update(self, waiting_bytes: int) -> None:
-        """Pause or resume reading, given the size of the backlog. Reading resumes at half of the limit."""
+        """Pause or resume reading, given the backlog in bytes. A backlog below half of its limit resumes reading."""
         is_full = waiting_bytes > (self._max_backlog_bytes if self.is_on else self._max_backlog_bytes // 2)
         is_on = not self.is_paused and not is_full
         if is_on != self.is_on and not self._transport.is_closing():

@@ -14,7 +14,7 @@ from paceline.transport.spinning import Spinner
 
 _IN = select.POLLIN
 _OUT = select.POLLOUT
-_MOVED = (-1, 0)  # the event if an attempt without a poll sent or received bytes; it has no file descriptor
+_MOVED = (-1, 0)  # replaces the events of a poll if bytes were sent or received without a poll
 _MAX_TRIED = 3  # for more links, one poll is cheaper than one attempt per link
 
 

@@ -54,7 +54,7 @@ class Segment(Closing):
             raise SegmentError(f"cannot create shared memory: {error.strerror}") from None
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, num_bytes)  # reserve the memory now: a lack later raises SIGBUS
+                os.posix_fallocate(descriptor, 0, num_bytes)  # reserves memory: a lack would raise SIGBUS later
             else:
                 os.ftruncate(descriptor, num_bytes)
             return cls(descriptor, num_bytes, path)

@@ -47,8 +47,9 @@ _load_tensors: Callable[[], None]
 
 
 def set_loaders(load_values: Callable[[], FindPack], load_tensors: Callable[[], None]) -> None:
-    """Set the functions that import the modules `kinds` and `tensors`. They are called at the first value of a type
-    that is not registered.
+    """Set the functions that import the modules `kinds` and `tensors`.
+
+    The encoder calls these functions at the first value whose type is not registered.
     """
     global _load_values, _load_tensors
     _load_values, _load_tensors = load_values, load_tensors

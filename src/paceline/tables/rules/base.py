@@ -25,7 +25,7 @@ RULES: Final[dict[str, type[UpdateRule]]] = {}
 """All update rules by the name of their class. Messages and saved models contain this name."""
 
 rule_kernel: Final = inlined(error_model="numpy", pipeline_class=Unaliased)
-"""The decorator for the kernels of a rule. They are inlined in the loops over rows, and cached together with them."""
+"""The decorator for the kernels of a rule. A loop over rows inlines such a kernel, and is cached together with it."""
 
 _NUM_NUMBERS: Final = NUM_HYPER - 2
 

@@ -23,7 +23,7 @@ class Bounds(NamedTuple):
     first: float = 0.0
     second: float = 0.0
     ratio: float = 0.0
-    """The bound of the first moment divided by the root of the second moment. Tiny first moments are left out."""
+    """The bound of the first moment divided by the root of the second moment. It ignores first moments near zero."""
 
     def __or__(self, other: Bounds) -> Bounds:
         """Return the larger of the two bounds for each field. It is NaN if the bound in `self` is NaN."""

@@ -1,1 +1,1 @@
-"""Authentication of peers: handshake, token proofs, sealed frames, unauthenticated connections."""
+"""Authentication: the handshake with proofs of the token, tags on frames, and limits for unauthenticated peers."""

@@ -16,7 +16,7 @@ from paceline.transport.client import is_hung_up, shut, wait_readable
 from paceline.transport.frames import Limits, join, size_of, view_of
 from paceline.transport.security.sealing import certificate_binding
 
-_JOINED_BYTES = 1 << 14  # buffers are joined for one write up to this size, the size of a TLS record
+_JOINED_BYTES = 1 << 14  # the size of a TLS record; buffers up to this total size are joined and written at once
 
 
 class TLSChannel(StreamChannel):
