@@ -97,9 +97,9 @@ class FramedSocket:
         self._seals = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
 
     def share_bodies(self) -> None:
-        """Offer shared memory to the callee at the first large body, if both ends are on one host.
+        """Offer shared memory to the callee at the first large body.
 
-        Only the caller's end may call this method.
+        Only the caller's end may call this method, and only if both ends are on one host.
         """
         self._may_offer = can_share()
 
