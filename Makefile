@@ -27,8 +27,8 @@ docs: .venv/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
-# Every figure of the README and the docs (hours, on an idle machine), or those whose command contains ONLY. CRITEO and
-# MNIST are paths of public data.
+# Every figure of the README and the docs (hours, on an idle machine), or those whose command contains ONLY. CRITEO,
+# MNIST and A9A are paths of public data.
 ONLY ?=
 figures: .venv/.dev .venv/.bench
 	$(BIN)/python -m benchmarks.figures --only '$(ONLY)'

@@ -1,14 +1,14 @@
 """Run the benchmarks behind the figures of the README and the docs, and write their output into the pages.
 
-    make figures [ONLY=TEXT] [CRITEO=train.tsv.gz] [MNIST=DIRECTORY]
+    make figures [ONLY=TEXT] [CRITEO=train.tsv.gz] [MNIST=DIRECTORY] [A9A=DIRECTORY]
 
 A page has ``<!-- figures: COMMAND -->`` before a block and ``<!-- end of figures -->`` after it. The block becomes the
 output of the command, with the commit, the machine and its load. ``<!-- plot NAME: COMMAND -->`` draws the JSON lines
 of the command with ``benchmarks/plots.py`` as ``NAME.svg``. A block whose command fails stays unchanged, and the exit
 status is 1. ``ONLY`` selects the commands that contain a text.
 
-In a command, ``show COMMAND`` prints the command before its output, ``$CRITEO`` and ``$MNIST`` are the paths of the
-data, and ``$DAYS`` is a directory with ``day1.tsv`` and ``day2.tsv``, of the Criteo sample or synthetic.
+In a command, ``show COMMAND`` prints the command before its output, ``$CRITEO``, ``$MNIST`` and ``$A9A`` are the
+paths of the data, and ``$DAYS`` is a directory with ``day1.tsv`` and ``day2.tsv``, of the Criteo sample or synthetic.
 """
 
 from __future__ import annotations
@@ -69,25 +69,31 @@ def run(command: str, days: str) -> str:
 def fill(page: Path, only: str, days: str) -> list[str]:
     """Replace the blocks of a page, and return the commands that failed."""
     failed: list[str] = []
-
-    def replace(block: re.Match[str]) -> str:
+    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
         opening, plot, command, end = block.groups()
         if only not in command:
-            return block[0]
+            continue
         print(f"{page.name}: {command}", flush=True)
         about = describe_run()
         try:
             output = run(command, days)
         except subprocess.CalledProcessError as error:
             failed.append(f"{command} (status {error.returncode})")
-            return block[0]
-        if not plot:
-            return f"{opening}```{'console' if output.startswith('$') else 'text'}\n{output}\n```\n\n{about}\n{end}"
-        PLOTS[plot]([json.loads(line) for line in output.splitlines()], page.parent / f"{plot}.svg")
-        return f"{opening}![{plot.replace('_', ' ')}]({plot}.svg)\n\n{about}\n{end}"
-
-    page.write_text(BLOCK.sub(replace, page.read_text(encoding="utf-8")), encoding="utf-8")
+            continue
+        if plot:
+            PLOTS[plot]([json.loads(line) for line in output.splitlines()], page.parent / f"{plot}.svg")
+            body = f"![{plot.replace('_', ' ')}]({plot}.svg)"
+        else:
+            body = f"```{'console' if output.startswith('$') else 'text'}\n{output}\n```"
+        replace_block(page, opening, f"{body}\n\n{about}\n{end}")
     return failed
+
+
+def replace_block(page: Path, opening: str, rest: str) -> None:
+    """Write a block after its opening. Another program may have changed the page since the command began."""
+    text = page.read_text(encoding="utf-8")
+    filled = BLOCK.sub(lambda block: opening + rest if block[1] == opening else block[0], text)
+    page.write_text(filled, encoding="utf-8")
 
 
 def main() -> None:

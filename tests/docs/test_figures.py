@@ -10,6 +10,26 @@ import pytest
 from benchmarks import figures, plots
 from tests.pages import PAGES, ROOT
 
+NOT_PROSE = re.compile(
+    r"<!-- (?:figures|plot).*?<!-- end of figures -->|<!--.*?-->|^( *)```.*?^\1```|`[^`]+`", re.DOTALL | re.MULTILINE
+)
+"""Blocks of ``make figures``, comments, and code with its output."""
+FIGURE = re.compile(
+    r"\d[\d,.]* ?(?:(?:ns|µs|ms|s|[MG]B/s|[a-z]+/s)\b|×|%|times as )|(?:AUC|loss|accuracy)[^.|]{0,20} 0\.\d\d"
+)
+"""A time, a rate, a ratio or a metric."""
+SETTING = re.compile(
+    r"timeout|targets|https://|\(\d+ s\b[^)]*\)"
+    r"|(?:at most|at least|up to|more than|within|every|after|allows|with|runs|and) (?:about )?\d"
+)
+"""Words of sentences about limits, defaults, goals, or sources with a link."""
+
+
+def measured_figures(text: str) -> list[str]:
+    """Return the sentences and table rows of a page that have a measured figure outside the blocks."""
+    sentences = re.split(r"(?<=[.;])\s+|\n\n|\n(?=[|-])", NOT_PROSE.sub("", text))
+    return [sentence for sentence in sentences if FIGURE.search(sentence) and not SETTING.search(sentence)]
+
 
 def test_a_block_becomes_the_output_of_the_command(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
@@ -54,3 +74,16 @@ def test_commands_of_figures_exist(path: Path) -> None:
     assert len(figures.BLOCK.findall(text)) == text.count("<!-- end of figures -->") - text.count(
         "<!-- figures of make gpu"
     )
+
+
+def test_measured_figures_are_found() -> None:
+    block = "<!-- figures: show echo 1 -->\nIt took 5 ms.\n<!-- end of figures -->\n"
+    for sentence in ("The median was 16 ms.", "It is 1.9× slower.", "| train | 5 rows/s |", "The AUC is 0.7593."):
+        assert measured_figures(f"First.\n\n{sentence}\n\n{block}") == [sentence]
+    for sentence in ("It waits up to 60 s.", "The default timeout is 10 s.", "Run `sleep 5 s`."):
+        assert measured_figures(sentence) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_measured_figures_stand_in_blocks(path: Path) -> None:
+    assert measured_figures(path.read_text(encoding="utf-8")) == []
