@@ -71,6 +71,8 @@ class Environment:
     job: str | None = None
     """Identifier of the program, equal on all ranks, under Open MPI (``PMIX_NAMESPACE``), Slurm (``SLURM_JOB_ID``,
     ``SLURM_STEP_ID``), or MPICH on one machine (the process ID of the parent of all ranks)."""
+    placement: str | None = None
+    """``PACELINE_PLACEMENT``: JSON object with this launcher's place among those of ``paceline run --hosts``."""
     algorithm: str | None = None
     """``PACELINE_ALGORITHM``: collective algorithm in place of the tuner's choice."""
     strategy: str | None = None
@@ -155,6 +157,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         run_id=f"{run_id}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}" if run_id else None,
         is_mpirun=is_mpirun,
         job=job or None,
+        placement=found.get("PACELINE_PLACEMENT") or None,
         algorithm=found.get("PACELINE_ALGORITHM") or None,
         strategy=found.get("PACELINE_STRATEGY") or None,
         replicas=_integer(found, "PACELINE_REPLICAS"),

@@ -35,7 +35,7 @@ SelectTypeParameters=CR_CPU
 MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
-KillWait=60
+KillWait={kill_wait_s}
 SlurmctldPort={controller}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
@@ -57,7 +57,7 @@ def is_possible() -> bool:
 class SlurmCluster:
     """The daemons, which :meth:`close` ends. Slurm's commands find them by `variables`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, kill_wait_s: int = 60) -> None:
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
@@ -69,7 +69,8 @@ class SlurmCluster:
             f"NodeName=n{node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 RealMemory=1000\n"
             for node in range(1, 5)
         ]
-        path.write_text(_CONFIGURATION.format(host=host, folder=folder, controller=free_port()) + "".join(nodes))
+        settings = {"host": host, "folder": folder, "controller": free_port(), "kill_wait_s": kill_wait_s}
+        path.write_text(_CONFIGURATION.format(**settings) + "".join(nodes))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folder = folder
         try:

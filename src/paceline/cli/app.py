@@ -31,13 +31,16 @@ def run(options: RunOptions) -> None:
 
     Example: paceline run --strategy sharded --nproc-per-node 4 train.py
 
+    Example: paceline run --hosts a:4,b:4 train.py
+
     Example: paceline run --on slurm --nodes 4 --partition gpu --nproc-per-node 8 train.py
 
     Example: paceline run --strategy parameter-server --servers 2 --consistency bounded:4 --nproc-per-node 4 train.py
     """
     from paceline.launch import run_on_engine, run_script
 
-    raise typer.Exit(run_script(options) if options.engine.on is None else run_on_engine(options))
+    has_engine = options.engine.on is not None or options.engine.hosts is not None
+    raise typer.Exit(run_on_engine(options) if has_engine else run_script(options))
 
 
 app = typer.Typer(

@@ -22,7 +22,7 @@ from paceline.transport import TLS, Endpoint, Hello
 
 from .kernels import load_kernels, load_kernels_nowait
 from .roles import Joining, run_scheduler, run_server
-from .supervisor import watch_parent
+from .supervisor import read_line, watch_parent
 
 _ANSWER_S = 2.0
 _WORKER = "paceline.training.worker.worker"
@@ -87,7 +87,7 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
 def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
     load_kernels()  # load before joining, so that no request waits for the kernels
     import_filter_modules(options.get("filter_modules", ()), options.get("path", ()))
-    scheduler = _read_line()
+    scheduler = read_line()
     if not scheduler:
         return  # the parent has ended
     joining = Joining(scheduler=scheduler, token=token, tls=tls)
@@ -131,17 +131,6 @@ def _remove_if_empty(folder: str) -> None:
         os.rmdir(folder)
     except OSError:
         pass  # another server still uses the folder
-
-
-def _read_line() -> str:
-    """Read exactly one line from standard input; empty if the parent has ended."""
-    line = b""
-    while not line.endswith(b"\n"):
-        more = os.read(sys.stdin.fileno(), 1)
-        if not more:
-            return ""
-        line += more
-    return line.decode().strip()
 
 
 if __name__ == "__main__":

@@ -249,6 +249,17 @@ def watch_parent(on_end: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="paceline-parent-watch", daemon=True).start()
 
 
+def read_line() -> str:
+    """Read exactly one line from standard input; empty if the parent has ended."""
+    line = b""
+    while not line.endswith(b"\n"):
+        more = os.read(sys.stdin.fileno(), 1)
+        if not more:
+            return ""
+        line += more
+    return line.decode().strip()
+
+
 def describe_status(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"

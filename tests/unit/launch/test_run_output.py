@@ -19,7 +19,7 @@ from paceline.launch.run.blame import (
     last_words,
     waiting_time,
 )
-from paceline.launch.run.streams import LineSplitter, label
+from paceline.launch.screen import LineSplitter, label
 
 _START = b"Traceback (most recent call last):"
 _FRAME = [b'  File "x.py", line 1, in <module>', b"    f()"]
@@ -78,8 +78,8 @@ class TestLines:
         assert bar.glimpse() == [b"#" * 100_000 + b"\n"]
 
     def test_labels(self) -> None:
-        assert label(3, coloured=False) == b"[rank 3] "
-        assert label(0, coloured=True) != label(1, coloured=True)
+        assert label("rank 3", 3, coloured=False) == b"[rank 3] "
+        assert label("rank 0", 0, coloured=True) != label("rank 0", 1, coloured=True)
 
 
 class TestBlame:

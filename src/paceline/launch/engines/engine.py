@@ -18,9 +18,11 @@ class RunRole:
     name: str
     command: tuple[str, ...]
     num_nodes: int
-    """Number of nodes, with one process each."""
+    """Number of nodes, with one process each. The nodes of all roles are the same, from the first."""
     num_cpus: int
     """Number of cores of each process."""
+    files: tuple[str, ...] = ()
+    """Files that every node needs, relative to the current folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +42,19 @@ class Placement:
     launcher: int
     """Number of this launcher, from 0."""
     num_launchers: int
-    local_launcher: int
+    local_launcher: int = 0
     """Number of this launcher among those on its node."""
-    num_local_launchers: int
-    num_cores: int | None
+    num_local_launchers: int = 1
+    num_cores: int | None = None
     """Number of cores for all launchers on this node; None if the engine does not report it."""
-    nodes: tuple[str, ...]
-    """Names of the nodes; launcher 0 is on the first."""
+    address: str
+    """Address of launcher 0's node."""
     job: str
     """Identifier of the engine's job, which all its launchers share."""
-    step: str
+    step: str = ""
     """Identifier of these launchers within the job."""
+    num_ranks: tuple[int, ...] | None = None
+    """Number of ranks of each launcher; None for equal numbers, which the options contain."""
 
 
 class RunEngine(ABC, Closing):
@@ -62,14 +66,14 @@ class RunEngine(ABC, Closing):
 
     @abstractmethod
     def start(self, roles: Sequence[RunRole]) -> None:
-        """Request the processes of all roles. The run ends with its last role.
+        """Request the processes of all roles. The run ends with its last role, or if another role fails.
 
         Raises UsageError if the engine is not installed or rejects the request.
         """
 
     @abstractmethod
     def poll(self) -> RunEnd | None:
-        """Print new output and changes of the state; return the end of the run. Call it about every second."""
+        """Print new output and changes of the state; return the end of the run. It waits half a second at most."""
 
     @abstractmethod
     @override

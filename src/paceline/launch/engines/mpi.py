@@ -28,8 +28,6 @@ def read_mpi_placement(variables: Environment) -> Placement | None:
         num_launchers=size,
         local_launcher=variables.local_rank or 0,
         num_local_launchers=variables.local_world_size or 1,
-        num_cores=None,
-        nodes=(host,),
+        address=host,
         job=variables.job or "",
-        step="",
     )

@@ -14,8 +14,14 @@ class EngineFlags:
 
     panel: ClassVar = "Slurm"
 
+    hosts: str | None = option(
+        "Start the ranks on these hosts over ssh, such as a:4,b:4 with four ranks each, or @FILE with such a list.",
+        panel="Several machines",
+    )
     on: str | None = option("Submit the run as a job and follow it: slurm.", metavar="ENGINE")
-    dry_run: bool = option("--on: print the job's script, and do not submit it.", "--dry-run", default=False)
+    dry_run: bool = option(
+        "--on, --hosts: print the job's script or the commands, and start nothing.", "--dry-run", default=False
+    )
     partition: str | None = option("--on: partition of the job; default: the cluster's default.")
     time: str | None = option("--on: time limit of the job, such as 30 (minutes), 12:00:00 or 2-00:00:00.")
     requeue: bool = option(

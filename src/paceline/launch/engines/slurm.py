@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from .options import EngineFlags
 _NOTICE_S: Final = 120
 """Time between SIGTERM and the time limit with ``--requeue``."""
 _REPLY_S: Final = 60.0
+_PAUSE_S: Final = 0.5
 _POLL_S: Final = 2.0
 """Time between two requests to Slurm, which many users share."""
 _CANCEL_S: Final = 60.0
@@ -79,7 +81,10 @@ class Slurm(RunEngine):
             lines += [f"srun --job-name={role.name} --overlap {placed} \\", f"  {shlex.join(role.command)} &", ""]
         overlap = "--overlap " if others else ""
         lines += [f"srun --job-name={last.name} {overlap}--cpus-per-task=$SLURM_CPUS_PER_TASK \\"]
-        lines += [f"  {shlex.join(last.command)}", "status=$?"]
+        lines += [f"  {shlex.join(last.command)}" + (" &" if others else "")]
+        if others:  # the job ends with its last step, or if another step fails
+            lines += ["ranks=$!", "wait -n && wait $ranks"]
+        lines += ["status=$?"]
         if flags.requeue:
             lines += [
                 "",
@@ -112,6 +117,12 @@ class Slurm(RunEngine):
 
     @override
     def poll(self) -> RunEnd | None:
+        ended = self._poll()
+        if ended is None:
+            time.sleep(_PAUSE_S)
+        return ended
+
+    def _poll(self) -> RunEnd | None:
         self._print_output()
         if self._job is None or time.monotonic() < self._polled_s + _POLL_S:
             return None
@@ -212,20 +223,21 @@ def read_placement(variables: Mapping[str, str]) -> Placement | None:
         local_launcher=local,
         num_local_launchers=num_tasks[node],
         num_cores=_number(variables, "SLURM_CPUS_ON_NODE") if cores else None,
-        nodes=names,
+        address=_find_address(names[0]),
         job=variables.get("SLURM_JOB_ID", ""),
         step=step,
     )
 
 
-def find_address(node: str) -> str:
+def _find_address(node: str) -> str:
     """Return an address of a node: its name if the name resolves, else the address in Slurm's configuration."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
-        done = _call("scontrol", "show", "node", "-o", node)
-        found = re.search(r"\sNodeAddr=(\S+)", done.stdout)
-        return node if found is None else found[1]
+        if shutil.which("scontrol"):
+            done = _call("scontrol", "show", "node", "-o", node)
+            if found := re.search(r"\sNodeAddr=(\S+)", done.stdout):
+                return found[1]
     return node
 
 

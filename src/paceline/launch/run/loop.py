@@ -26,7 +26,8 @@ from paceline.launch.run.blame import (
 )
 from paceline.launch.run.elastic import ElasticRun
 from paceline.launch.run.processes import Rank, RankProcesses
-from paceline.launch.run.streams import Screen, Stream
+from paceline.launch.run.streams import Stream
+from paceline.launch.screen import Screen
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNAL_GRACE_S = 30.0

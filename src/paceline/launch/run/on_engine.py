@@ -1,9 +1,8 @@
-"""Run a script as a job of an engine: describe or start its roles, and follow them."""
+"""Run a script on an engine: describe or start its roles, and follow them."""
 
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,23 +11,23 @@ from paceline.errors import UsageError
 from paceline.launch.engines.engine import RunRole
 from paceline.launch.engines.options import EngineFlags
 from paceline.launch.engines.slurm import Slurm
+from paceline.launch.engines.ssh import Ssh, parse_hosts
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.run import check_script
 from paceline.launch.run.setup import plan_roles
 
 _ENGINES = {"slurm": Slurm}
-_POLL_S = 0.5
 
 
 def run_on_engine(options: RunOptions) -> int:
-    """Run a script on the engine of `--on`; return its status. Raises UsageError."""
+    """Run a script on the engine of `--on`, or on `--hosts`; return its status. Raises UsageError."""
     flags = options.engine
-    assert flags.on is not None
-    if flags.on not in _ENGINES:
+    if flags.hosts is None and flags.on not in _ENGINES:
         raise UsageError(f"--on {flags.on}: expected one of {', '.join(_ENGINES)}")
     check_script(options)
     assert options.script is not None
-    engine = _ENGINES[flags.on](flags, Path(options.script).stem)
+    engine_type = Ssh if flags.hosts is not None else _ENGINES[str(flags.on)]
+    engine = engine_type(flags, Path(options.script).stem)
     roles = roles_of(options)
     if flags.dry_run:
         print(engine.describe(roles), end="")
@@ -36,7 +35,7 @@ def run_on_engine(options: RunOptions) -> int:
     with engine:
         engine.start(roles)
         while (ended := engine.poll()) is None:
-            time.sleep(_POLL_S)
+            pass
     if ended.reason is not None:
         print(f"paceline run: {ended.reason}", file=sys.stderr)
     return ended.status
@@ -44,7 +43,10 @@ def run_on_engine(options: RunOptions) -> int:
 
 def roles_of(options: RunOptions) -> list[RunRole]:
     """Return the roles of a run, the ranks last. Raises UsageError for options that no node could use."""
-    num_ranks, num_servers, nnodes = plan_roles(options)
+    counts = None
+    if options.engine.hosts is not None:
+        options, counts = _on_hosts(options, options.engine.hosts)
+    num_ranks, num_servers, nnodes = plan_roles(options, counts)
     inner = replace(options, engine=EngineFlags(), nnodes=None)
     assert options.script is not None
     script = (options.script, *(options.arguments or ()))
@@ -52,17 +54,33 @@ def roles_of(options: RunOptions) -> list[RunRole]:
     if threads < 1:
         raise UsageError(f"--threads {threads}: expected 1 or more")
     command = (sys.executable, "-m", "paceline", "run")
+    words = words_of(replace(inner, job="worker") if num_servers else inner)
+    ranks = RunRole(
+        name="ranks",
+        command=(*command, *words, *script),
+        num_nodes=nnodes,
+        num_cpus=num_ranks * threads,
+        files=() if options.module else (options.script,),
+    )
     if not num_servers:
-        words = words_of(inner)
-        return [
-            RunRole(name="ranks", command=(*command, *words, *script), num_nodes=nnodes, num_cpus=num_ranks * threads)
-        ]
-    servers = words_of(replace(inner, job="server", nnodes=nnodes, log_dir=None, module=False))
-    ranks = words_of(replace(inner, job="worker"))
+        return [ranks]
+    words = words_of(replace(inner, job="server", nnodes=nnodes, log_dir=None, module=False))
     num_hosts = min(num_servers, nnodes)
-    return [
-        RunRole(
-            name="servers", command=(*command, *servers), num_nodes=num_hosts, num_cpus=-(-num_servers // num_hosts)
-        ),
-        RunRole(name="ranks", command=(*command, *ranks, *script), num_nodes=nnodes, num_cpus=num_ranks * threads),
-    ]
+    num_cpus = -(-num_servers // num_hosts)
+    return [RunRole(name="servers", command=(*command, *words), num_nodes=num_hosts, num_cpus=num_cpus), ranks]
+
+
+def _on_hosts(options: RunOptions, text: str) -> tuple[RunOptions, tuple[int, ...] | None]:
+    """Return the options with the number of nodes, and the number of ranks on each host, if given."""
+    hosts = parse_hosts(text)
+    if others := words_of(replace(options.engine, hosts=None, dry_run=False)):
+        raise UsageError(f"{others[0]} is for a job of Slurm, not for --hosts {text}. Leave {others[0]} out")
+    if options.nnodes is not None:
+        raise UsageError(f"--nodes {options.nnodes}: --hosts {text} has the number of nodes. Leave --nodes out")
+    if hosts.num_ranks is not None and options.nproc_per_node is not None:
+        raise UsageError(
+            f"--nproc-per-node {options.nproc_per_node}: --hosts {text} has the numbers of ranks. Leave one of them out"
+        )
+    if hosts.num_ranks is not None:
+        options = replace(options, nproc_per_node=max(hosts.num_ranks))
+    return replace(options, nnodes=len(hosts.names)), hosts.num_ranks

@@ -14,7 +14,8 @@ from typing import IO
 from paceline.errors import UsageError
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.plan import RankPlan
-from paceline.launch.run.streams import Screen, Stream, open_logs
+from paceline.launch.run.streams import Stream, open_logs
+from paceline.launch.screen import Screen
 from paceline.launch.supervisor import Child, Supervisor, spawn
 
 _END_S = 1.0

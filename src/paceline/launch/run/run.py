@@ -32,7 +32,8 @@ from paceline.launch.run.plan import (
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.servers import RunServers
 from paceline.launch.run.setup import PATIENCE_S, Setup, find_placement, plan_cluster, plan_node
-from paceline.launch.run.streams import Screen, check_log_dir
+from paceline.launch.run.streams import check_log_dir
+from paceline.launch.screen import Screen
 from paceline.protocol import Accept, parse_stale_policy
 from paceline.ps import messages
 from paceline.ps.client.filtered import filters_of_dense_tables
@@ -175,7 +176,7 @@ def _run_ranks(
     elastic_options = setup.choice.options if isinstance(setup.choice.options, ElasticOptions) else None
     command = command_of(sys.executable, options.script, options.arguments or (), is_module=options.module)
     is_alone = layout.world_size == 1
-    screen, tracebacks = Screen(labelled=not is_alone), Tracebacks()
+    screen, tracebacks = Screen(None if is_alone else "rank {}".format), Tracebacks()
     with contextlib.ExitStack() as stack:
         processes = RankProcesses()
         stack.callback(processes.close)

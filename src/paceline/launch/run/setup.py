@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
 from paceline.launch.engines.engine import Placement
 from paceline.launch.engines.mpi import read_mpi_placement
-from paceline.launch.engines.slurm import find_address, read_placement
+from paceline.launch.engines.slurm import read_placement
+from paceline.launch.engines.ssh import read_host_placement
 from paceline.launch.local import Share
 from paceline.launch.run.node import wait_host, with_variables
 from paceline.launch.run.options import RunOptions
@@ -57,7 +59,8 @@ def find_placement(options: RunOptions) -> Placement | None:
     if options.nnodes is not None and options.job is None:
         return None
     # Under Slurm, mpirun starts one process per node with srun, so the variables of mpirun are the correct ones.
-    placement = read_mpi_placement(environment()) or read_placement(os.environ)
+    variables = environment()
+    placement = read_host_placement(variables) or read_mpi_placement(variables) or read_placement(os.environ)
     is_alone = placement is not None and placement.num_launchers == 1 and options.job is None
     return None if is_alone else placement
 
@@ -130,10 +133,14 @@ def _lay_out_launcher(options: RunOptions, placement: Placement) -> Layout:
         nproc_per_node=_num_processes(options, nnodes),
         nnodes=nnodes,
         node_rank=placement.launcher if has_ranks else 0,
-        master_addr=find_address(placement.nodes[0]),
+        master_addr=placement.address,
         master_port=options.master_port or port_of_job(name),
     )
     num_ranks = len(layout.ranks)
+    if placement.num_ranks is not None:
+        index = placement.launcher if has_ranks else 0
+        first, num_ranks = sum(placement.num_ranks[:index]), placement.num_ranks[index]
+        layout = replace(layout, ranks=tuple(range(first, first + num_ranks)), world_size=sum(placement.num_ranks))
     first = placement.local_launcher * num_ranks
     return replace(
         layout,
@@ -285,16 +292,20 @@ def _with_free_port(layout: Layout) -> Layout:
     return replace(layout, master_port=port)
 
 
-def plan_roles(options: RunOptions) -> tuple[int, int, int]:
-    """Return the ranks per node, the servers and the nodes of a run that an engine starts. Raises UsageError."""
+def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None) -> tuple[int, int, int]:
+    """Return the ranks per node, the servers and the nodes of a run that an engine starts.
+
+    `num_ranks` has the number of ranks of each node, if the numbers are given. Raises UsageError.
+    """
     for name in ("cluster", "node_rank", "master_addr", "job", "index"):
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--on {options.engine.on}: the engine places the processes. Leave {flag} out")
+            engine = f"--on {options.engine.on}" if options.engine.hosts is None else "--hosts"
+            raise UsageError(f"{engine}: the engine places the processes. Leave {flag} out")
     layout = _lay_out_node(replace(options, master_addr=LOOPBACK))
     num_nodes = options.nnodes or 1
-    choice = _choose(options, layout.world_size)
+    choice = _choose(options, layout.world_size if num_ranks is None else sum(num_ranks))
     if isinstance(choice.options, ElasticOptions) and num_nodes > 1:
         minimum = choice.options.min_ranks
-        raise UsageError(f"--min-ranks {minimum}: supported on one machine, not with --nodes {num_nodes}")
+        raise UsageError(f"--min-ranks {minimum}: supported on one machine, not on {num_nodes}")
     return len(layout.ranks), choice.servers, num_nodes

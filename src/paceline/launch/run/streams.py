@@ -1,9 +1,8 @@
-"""Split the ranks' output into labelled lines, show them on this process's own output, and write all to files."""
+"""Show the lines of the ranks' output, and write their complete output to files."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -11,96 +10,7 @@ from typing import IO, Literal
 
 from paceline.errors import UsageError
 from paceline.launch.run.blame import RECENT_LINE_BYTES, RECENT_LINES, Tracebacks
-
-_COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red in the terminal's theme
-_MAX_LINE_BYTES = 1 << 20
-"""Maximum length of a line; a longer line is shown in pieces."""
-
-
-def label(rank: int, *, coloured: bool) -> bytes:
-    text = f"[rank {rank}]"
-    return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m " if coloured else f"{text} ").encode()
-
-
-class LineSplitter:
-    """Splits chunks of arbitrary bytes into complete lines.
-
-    A program may overwrite a line with carriage returns (a progress bar). Such a line becomes its final state on a
-    terminal; :meth:`glimpse` returns the current state.
-    """
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-        self._glimpsed: bytes | None = None
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add a chunk; return the complete lines, including line ends."""
-        start = len(self._pending)
-        self._pending += data
-        lines = []
-        while (end := self._pending.find(b"\n", start)) >= 0:
-            line = bytes(self._pending[:end])
-            del self._pending[: end + 1]
-            start = 0
-            lines += self._finish(line)
-        self._forget_overwritten()
-        while len(self._pending) >= _MAX_LINE_BYTES:
-            lines.append(bytes(self._pending[:_MAX_LINE_BYTES]) + b"\n")
-            del self._pending[:_MAX_LINE_BYTES]
-        return lines
-
-    def flush(self) -> list[bytes]:
-        """Return the last line if it has no line end. Call this method after the last chunk."""
-        line, self._pending = bytes(self._pending), bytearray()
-        return self._finish(line) if line else []
-
-    def glimpse(self) -> list[bytes]:
-        """Return the current state of an overwritten line, if it has changed since the last call."""
-        shown = _shown(bytes(self._pending))
-        if b"\r" not in self._pending or not shown.strip() or shown == self._glimpsed:
-            return []
-        self._glimpsed = shown
-        return [shown + b"\n"]
-
-    def _finish(self, line: bytes) -> list[bytes]:
-        overwritten = b"\r" in line.rstrip(b"\r") or self._glimpsed is not None
-        shown = _shown(line)
-        known, self._glimpsed = self._glimpsed, None
-        if overwritten and (not shown.strip() or shown == known):
-            return []  # the bar was erased, or this state was already shown
-        return [shown + b"\n"]
-
-    def _forget_overwritten(self) -> None:
-        """Keep the last two states of a progress bar, because the last state may be incomplete or empty."""
-        last = self._pending.rfind(b"\r")
-        before = self._pending.rfind(b"\r", 0, max(last, 0))
-        if before > 0:
-            del self._pending[:before]
-
-
-def _shown(line: bytes) -> bytes:
-    """Return the final state of a line on a terminal, if no state is shorter than the previous one."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
-
-
-class Screen:
-    """Standard output and error of this process, for complete lines."""
-
-    def __init__(self, *, labelled: bool) -> None:
-        self._outputs = (sys.stdout, sys.stderr)
-        self._labelled = labelled
-        self._coloured = tuple(_is_coloured(output) for output in self._outputs)
-
-    def write(self, rank: int, lines: list[bytes], *, is_error: bool) -> None:
-        """Write lines of a rank. Raises BrokenPipeError if the reader has closed the stream."""
-        if lines:
-            prefix = label(rank, coloured=self._coloured[is_error]) if self._labelled else b""
-            self.write_bytes(b"".join(prefix + line for line in lines), is_error=is_error)
-
-    def write_bytes(self, data: bytes, *, is_error: bool) -> None:
-        output = self._outputs[is_error].buffer
-        output.write(data)
-        output.flush()
+from paceline.launch.screen import LineSplitter, Screen
 
 
 class Stream:
@@ -198,7 +108,3 @@ def check_log_dir(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--log-dir {folder}: cannot create this folder: {error.strerror}") from None
-
-
-def _is_coloured(output: IO[str]) -> bool:
-    return output.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,292 @@
+"""ssh: run the roles on hosts where the user can log in without a password, over the system's ``ssh``.
+
+Each process has a connection of its own, with :mod:`.ssh_host` at its other end. All hosts are checked, and connect to
+each other, before the first process starts. Processes end with their connection, so they also end if this program is
+killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import selectors
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from typing_extensions import override
+
+from paceline.environment import Environment, environment
+from paceline.errors import UsageError, printable
+from paceline.launch.screen import LineSplitter, Screen
+from paceline.transport.security.authentication import check_token, make_token
+from paceline.version import __version__
+
+from .engine import Placement, RunEnd, RunEngine, RunRole
+from .options import EngineFlags
+from .ssh_host import GRACE_S, REPLY, HostPeer, HostReply, HostRequest
+
+_OPTIONS: Final = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "10"}
+_SSH: Final = ("ssh", "-T", *(f"-o{name}={value}" for name, value in _OPTIONS.items()))
+_PASSED_ON: Final = ("PACELINE_", "PYTHON", "OMP_")
+_REPLY_S: Final = 120.0
+"""Time for a host to log in, to import Paceline, and to check the request."""
+_POLL_S: Final = 0.5
+_END_S: Final = 35.0
+"""Time for the processes to end after a request; ranks have 30 seconds for a checkpoint."""
+_CLOSE_S: Final = GRACE_S + 10.0
+_LOST_STATUS: Final = 255  # of ssh, if it cannot connect or the connection is lost
+_SHOWN_CHARS: Final = 300
+_HOST = re.compile(r"(?P<name>(?!-)(?:[\w.-]+@)?(?:[\w.-]+|\[[\w:.%]+\]))(?::(?P<count>\d{1,6}))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts of ``--hosts``."""
+
+    names: tuple[str, ...]
+    num_ranks: tuple[int, ...] | None
+    """Number of ranks on each host; None if no host has a number."""
+
+
+def parse_hosts(text: str) -> Hosts:
+    """Return the hosts of a list such as ``a:4,b:4``, or of ``@FILE`` with such a list. Raises UsageError."""
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+            raise UsageError(f"--hosts {text}: cannot read this file: {reason}") from None
+    found = [(entry, _HOST.fullmatch(entry)) for entry in re.split(r"[\s,]+", text.strip())]
+    wrong = next((entry for entry, host in found if host is None or host["count"] == "0"), None)
+    if wrong is not None:
+        raise UsageError(
+            f"--hosts: {wrong!r} is not a host, expected a list such as a:4,b:4 or ada@10.0.0.1,ada@10.0.0.2"
+        )
+    hosts = [host for _, host in found if host is not None]
+    names = tuple(re.sub(r"[\[\]]", "", host["name"]) for host in hosts)
+    counts = [int(host["count"]) for host in hosts if host["count"]]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"--hosts: the host {twice} occurs twice. Add its numbers of ranks")
+    if counts and len(counts) < len(names):
+        raise UsageError(
+            f"--hosts: {len(counts)} of {len(names)} hosts have a number of ranks. Add it to all, or to none"
+        )
+    return Hosts(names, tuple(counts) or None)
+
+
+class _HostProcess:
+    """A process on a host, and the local end of its connection."""
+
+    def __init__(self, role: RunRole, index: int, host: str) -> None:
+        self.role, self.index, self.host = role, index, host
+        self.reply: HostReply | None = None
+        self.errors: list[bytes] = []
+        """Lines on standard error before the start."""
+        self.num_open = 2
+        """Number of streams that were not read to their end."""
+        pipe = subprocess.PIPE
+        try:
+            self.ssh = subprocess.Popen(
+                _connect(host), bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+            )
+        except OSError:
+            raise UsageError("--hosts: no command ssh on this machine. Install OpenSSH's client") from None
+
+    def status(self) -> int | None:
+        """Return the exit status; None before all output was read."""
+        return None if self.num_open else self.ssh.poll()
+
+    def send(self, line: bytes) -> None:
+        assert self.ssh.stdin is not None
+        try:
+            self.ssh.stdin.write(line + b"\n")
+        except BrokenPipeError:
+            pass  # the connection has ended
+
+
+class Ssh(RunEngine):
+    """Processes on several hosts. The first host is the meeting place of the ranks."""
+
+    def __init__(self, flags: EngineFlags, name: str) -> None:
+        """Raises UsageError for an unreadable list of hosts."""
+        assert flags.hosts is not None
+        self._hosts = parse_hosts(flags.hosts)
+        self._screen = Screen(self._hosts.names.__getitem__)
+        self._processes: list[_HostProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._has_started = self._has_failed = False
+
+    @override
+    def describe(self, roles: Sequence[RunRole]) -> str:
+        lines = [f"# in {os.getcwd()} on each host"]
+        for role in roles:
+            for host in self._hosts.names[: role.num_nodes]:
+                lines += [f"{shlex.join(_connect(host))}  # {role.name}", f"  {shlex.join(role.command)}"]
+        return "\n".join([*lines, ""])
+
+    @override
+    def start(self, roles: Sequence[RunRole]) -> None:
+        for role in roles:
+            for index, host in enumerate(self._hosts.names[: role.num_nodes]):
+                process = _HostProcess(role, index, host)
+                self._processes.append(process)
+                for stream, is_error in ((process.ssh.stdout, False), (process.ssh.stderr, True)):
+                    assert stream is not None
+                    self._selector.register(stream, selectors.EVENT_READ, (process, LineSplitter(), is_error))
+        job, address = secrets.token_hex(8), _find_address(self._hosts.names[0])
+        variables = _variables_of(os.environ)
+        replies = self._exchange([self._request(process, variables, job, address) for process in self._processes])
+        peers = {
+            process.index: HostPeer(name=process.host, address=reply.address, port=reply.port)
+            for process, reply in zip(self._processes, replies, strict=True)
+        }
+        self._exchange([[peers[index] for index in peers if index != process.index] for process in self._processes])
+        self._has_started = True
+        for process in self._processes:
+            self._screen.write(process.index, process.errors, is_error=True)
+            process.send(b"start")
+
+    def _request(self, process: _HostProcess, variables: dict[str, str], job: str, address: str) -> HostRequest:
+        placement = Placement(
+            launcher=process.index,
+            num_launchers=process.role.num_nodes,
+            address=address,
+            job=job,
+            num_ranks=self._hosts.num_ranks,
+        )
+        return HostRequest(
+            version=__version__,
+            folder=os.getcwd(),
+            files=process.role.files,
+            command=process.role.command,
+            variables={**variables, "PACELINE_PLACEMENT": msgspec.json.encode(placement).decode()},
+            first_host=address,
+        )
+
+    def _exchange(self, contents: Sequence[HostRequest | list[HostPeer]]) -> list[HostReply]:
+        """Send each process a line; return the replies. Raises UsageError, which names the host, for a problem."""
+        for process, content in zip(self._processes, contents, strict=True):
+            process.reply = None
+            process.send(msgspec.json.encode(content))
+        deadline = time.monotonic() + _REPLY_S
+        replies: list[HostReply] = []
+        while len(replies) < len(self._processes):
+            self._read(_POLL_S)
+            for process in self._processes:
+                problem = None if process.reply is None else process.reply.problem
+                if process.reply is None and (status := process.status()) is not None:
+                    problem = _explain(status, process.errors)
+                elif process.reply is None and time.monotonic() >= deadline:
+                    problem = f"no reply within {_REPLY_S:g} s"
+                if problem is not None:
+                    raise UsageError(f"--hosts: host {process.host}: {problem}")
+            replies = [process.reply for process in self._processes if process.reply is not None]
+        return replies
+
+    @override
+    def poll(self) -> RunEnd | None:
+        self._read(_POLL_S)
+        for process in self._processes:
+            if status := process.status():
+                self._has_failed = True
+                is_lost = status == _LOST_STATUS
+                end = "the connection was lost" if is_lost else f"{process.role.name} ended with status {status}"
+                return RunEnd(status, f"host {process.host}: {end}; the other hosts were ended")
+        last = self._processes[-1].role
+        is_over = all(process.status() == 0 for process in self._processes if process.role is last)
+        return RunEnd(0, None) if is_over else None
+
+    @override
+    def close(self) -> None:
+        try:
+            if self._has_started and not self._has_failed:
+                for process in self._processes:
+                    process.send(b"end")
+                self._wait(_END_S)
+        finally:
+            for process in self._processes:
+                assert process.ssh.stdin is not None
+                process.ssh.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._wait(_CLOSE_S)
+            for process in self._processes:
+                process.ssh.kill()
+                process.ssh.__exit__(None, None, None)  # closes the pipes
+            self._processes = []
+            self._selector.close()
+
+    def _wait(self, seconds: float) -> None:
+        """Print output until all processes have ended."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(process.status() is None for process in self._processes):
+            self._read(_POLL_S)
+
+    def _read(self, timeout_s: float) -> None:
+        """Wait for output and print it. Before the start, errors and replies are kept."""
+        for key, _ in self._selector.select(timeout_s):
+            process, splitter, is_error = key.data
+            data = os.read(key.fd, 1 << 16)
+            if not data:
+                self._selector.unregister(key.fileobj)
+                process.num_open -= 1
+            lines = splitter.feed(data) if data else splitter.flush()
+            for line in [] if self._has_started else [line for line in lines if REPLY in line]:
+                process.reply = msgspec.json.decode(line.partition(REPLY)[2], type=HostReply)
+                lines.remove(line)
+            if is_error and not self._has_started:
+                process.errors += lines
+            else:
+                self._screen.write(process.index, lines, is_error=is_error)
+
+
+def read_host_placement(variables: Environment) -> Placement | None:
+    """Return the place of this process in a run of ``--hosts``; None outside of it. Raises UsageError."""
+    if variables.placement is None:
+        return None
+    try:
+        return msgspec.json.decode(variables.placement, type=Placement)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"the environment variable PACELINE_PLACEMENT is unreadable: {error}. Unset it") from None
+
+
+def _connect(host: str) -> tuple[str, ...]:
+    return (*_SSH, "--", host, f"exec {shlex.join([sys.executable, '-m', HostRequest.__module__])}")
+
+
+def _find_address(name: str) -> str:
+    """Return the address of a host in the user's configuration of ssh; its name by default."""
+    try:
+        done = subprocess.run(["ssh", "-G", "--", name], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        done = None
+    found = done and re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
+    return found[1] if found else name.rpartition("@")[2]
+
+
+def _variables_of(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for the hosts, with the token. They are not part of a command line, which is public."""
+    variables = {name: value for name, value in inherited.items() if name.startswith(_PASSED_ON)}
+    token = environment().token
+    return {**variables, "PACELINE_TOKEN": make_token() if token is None else check_token(token, "PACELINE_TOKEN")}
+
+
+def _explain(status: int, errors: Sequence[bytes]) -> str:
+    """Return the reason why a process has ended before its start."""
+    lines = [printable(line.decode(errors="replace").strip(), _SHOWN_CHARS) for line in errors if line.strip()]
+    last = lines[-1] if lines else f"ended with status {status}"
+    if status == _LOST_STATUS:
+        return f"ssh cannot log in: {last}. Log in once with ssh, without a password"
+    if status in (126, 127):
+        return f"no program {sys.executable}. Install Python and Paceline at the same path as here"
+    if "No module named" in last:
+        return f"{sys.executable} has no Paceline {__version__}. Install it there"
+    return last

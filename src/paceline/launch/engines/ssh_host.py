@@ -1,0 +1,155 @@
+"""The part of ``paceline run --hosts`` on a host: check the request, and run its command while the connection lasts.
+
+Standard input has one line per step: the request, the other hosts, the start, and perhaps the request to end. At its
+end the connection has ended, so the command must end too.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from paceline.errors import AddressError
+from paceline.launch.supervisor import Supervisor, read_line, spawn
+from paceline.meeting.rendezvous import own_host
+from paceline.version import __version__
+
+REPLY: Final = b"\x1epaceline "
+"""Begins a reply on standard output, on which a host may print a greeting before."""
+GRACE_S: Final = 3.0
+"""Time for the command to end after the connection has ended."""
+_CONNECT_S: Final = 5.0
+_MOST_PEERS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRequest:
+    """A command for a host, which :attr:`version` of Paceline must have."""
+
+    version: str
+    folder: str
+    files: tuple[str, ...]
+    """Files that the command needs, relative to the folder."""
+    command: tuple[str, ...]
+    variables: dict[str, str]
+    first_host: str
+    """Address of the first host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPeer:
+    """A host's open port."""
+
+    name: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReply:
+    """The result of a step."""
+
+    problem: str | None = None
+    address: str = ""
+    """Address of this host for the others."""
+    port: int = 0
+    """A port on which this host listens until the start."""
+
+
+def main() -> int:
+    """Run the command of a request; return its status."""
+    request = msgspec.json.decode(_read_line(), type=HostRequest)
+    problem = _find_problem(request)
+    try:
+        host = own_host(request.first_host)
+    except AddressError:
+        problem = problem or f"the address {request.first_host} of the first host is unknown here"
+    if problem is not None:
+        _reply(HostReply(problem=problem))
+        return 1
+    # Connections wait in the backlog, and are never accepted.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, backlog=_MOST_PEERS) as listener:
+        _reply(HostReply(address=host, port=listener.getsockname()[1]))
+        peers = msgspec.json.decode(_read_line(), type=list[HostPeer])
+        _reply(HostReply(problem=_find_unreachable(peers)))
+        _read_line()
+    os.chdir(request.folder)
+    return _run(request)
+
+
+def _read_line() -> str:
+    """Read one line from standard input. Ends this process if there is none, because the connection has ended."""
+    return read_line() or sys.exit(1)
+
+
+def _reply(reply: HostReply) -> None:
+    sys.stdout.buffer.write(REPLY + msgspec.json.encode(reply) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _find_problem(request: HostRequest) -> str | None:
+    if request.version != __version__:
+        return f"Paceline {__version__} is installed, expected {request.version}. Install this version"
+    if not os.path.isdir(request.folder):
+        return f"no folder {request.folder}. All hosts need the same files at the same paths"
+    missing = next((file for file in request.files if not Path(request.folder, file).exists()), None)
+    return missing and f"no file {Path(request.folder, missing)}. All hosts need the same files at the same paths"
+
+
+def _find_unreachable(peers: Sequence[HostPeer]) -> str | None:
+    def find(peer: HostPeer) -> str | None:
+        try:
+            socket.create_connection((peer.address, peer.port), _CONNECT_S).close()
+        except OSError as error:
+            reason = error.strerror or error
+            return f"cannot connect to host {peer.name} at {peer.address}, port {peer.port}: {reason}"
+        return None
+
+    if not peers:
+        return None
+    with ThreadPoolExecutor(min(len(peers), 32)) as threads:
+        return next(filter(None, threads.map(find, peers)), None)
+
+
+def _run(request: HostRequest) -> int:
+    supervisor = Supervisor()
+    environment = {**os.environ, **request.variables}
+    launch = partial(spawn, request.command, env=environment, stdin=subprocess.DEVNULL)
+    try:
+        child = supervisor.start("command", launch, is_foreign=True)
+    except OSError as error:
+        supervisor.close(0.0)
+        print(f"cannot start {request.command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+    ended, end = os.pipe()
+
+    def wait() -> None:
+        child.process.wait()
+        os.close(end)
+
+    threading.Thread(target=wait, daemon=True).start()
+    while ended not in select.select([0, ended], [], [])[0]:
+        if not os.read(0, 4096):
+            break
+        supervisor.signal(child, signal.SIGTERM, group=True)
+    supervisor.close(GRACE_S, signal.SIGTERM)
+    status = child.process.wait()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
