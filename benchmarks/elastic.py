@@ -1,14 +1,16 @@
 """Measure elastic all-reduce: recovery from a killed rank, the pause when a rank joins, and the cost without faults.
 
-    python benchmarks/elastic.py [--kills 5] [--steps 200]
+    python benchmarks/elastic.py [faults] [cost] [balance] [--kills 5] [--steps 200]
 
 Two ranks train a model of 33 kB with AdamW. Each step sleeps, in place of a computation: 20 ms for the first two
-figures, 50 ms for the third one. The program prints medians, with the smallest and the largest value:
+figures, 50 ms for the third one. For the last one, each rank sleeps 1 ms or 3 ms per sample, and a step has 64 samples.
+The program prints medians, with the smallest and the largest value:
 
 - from SIGKILL of one rank to the next committed step of the other rank;
 - the longest step of the old rank when the replacement joins, minus its median step;
 - the time of forward, backward and step in an elastic run, minus this time without ``--min-ranks``. Both runs are
-  repeated in turn.
+  repeated in turn;
+- the time of a step with a rank that is three times slower than the other one, without and with ``--balance``.
 """
 
 from __future__ import annotations
@@ -32,19 +34,20 @@ import torch
 from torch import nn
 import paceline.torch as pt
 
-folder, sleep_s, num_steps = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+folder, sleep_s, num_steps, batch_size = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+slowness = [float(value) for value in sys.argv[5:]]
 strategy = pt.strategy()
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 optimizer = torch.optim.AdamW(model.parameters())
 data = torch.utils.data.TensorDataset(torch.randn(4096, 64), torch.randn(4096, 64))
-loader = torch.utils.data.DataLoader(data, batch_size=4)
+loader = torch.utils.data.DataLoader(data, batch_size=batch_size)
 model, optimizer, loader = strategy.prepare(model, optimizer, loader)
 name = os.environ.get("PACELINE_INCARNATION", os.environ["RANK"])
 with open(folder / f"{name} {os.getpid()}", "w", buffering=1) as log:
     count = itertools.count(1)
     for epoch in itertools.count():
         for inputs, targets in loader:
-            time.sleep(sleep_s)
+            time.sleep(sleep_s * len(inputs) * slowness[strategy.rank] if slowness else sleep_s)
             begun_s = time.monotonic()
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), targets).backward()
@@ -55,18 +58,23 @@ with open(folder / f"{name} {os.getpid()}", "w", buffering=1) as log:
                 sys.exit()
 """
 RANKS = 2
+ELASTIC = ("--min-ranks", "1")
+GLOBAL_BATCH = 64
 PATIENCE_S = 120.0
 
 
 class Training:
     """A run of the script; each rank writes the times of its steps to a file."""
 
-    def __init__(self, folder: Path, sleep_s: float, num_steps: int, *, is_elastic: bool) -> None:
+    def __init__(
+        self, folder: Path, sleep_s: float, num_steps: int, *options: str, batch_size: int = 4, slowness: str = ""
+    ) -> None:
+        """Start the run. With `slowness`, a factor of each rank, the ranks sleep `sleep_s` for each sample."""
         self._folder = folder
         (folder / "script.py").write_text(SCRIPT)
         command = [sys.executable, "-m", "paceline", "run", "--strategy", "all-reduce", "--nproc-per-node", str(RANKS)]
-        command += ["--min-ranks", "1"] if is_elastic else []
-        command += [str(folder / "script.py"), str(folder), str(sleep_s), str(num_steps)]
+        command += [*options, str(folder / "script.py"), str(folder), str(sleep_s), str(num_steps), str(batch_size)]
+        command += slowness.split()
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def steps(self, rank: Path) -> list[tuple[float, float, int]]:
@@ -93,7 +101,7 @@ def measure_faults(kills: int) -> tuple[list[float], list[float]]:
     """Return the times to recover, and the pauses at joins, in seconds."""
     recoveries, pauses = [], []
     with tempfile.TemporaryDirectory() as name:
-        training = Training(Path(name), 0.02, 1_000_000, is_elastic=True)
+        training = Training(Path(name), 0.02, 1_000_000, *ELASTIC)
         try:
             while len(training.ranks()) < RANKS:
                 time.sleep(0.1)
@@ -119,13 +127,23 @@ def measure_faults(kills: int) -> tuple[list[float], list[float]]:
     return recoveries, pauses
 
 
-def measure_step(num_steps: int, *, is_elastic: bool) -> float:
+def measure_step(num_steps: int, *options: str) -> float:
     """Return the median time of forward, backward and step, in seconds."""
     with tempfile.TemporaryDirectory() as name:
-        training = Training(Path(name), 0.05, num_steps, is_elastic=is_elastic)
+        training = Training(Path(name), 0.05, num_steps, *options)
         training.process.wait()
         steps = training.steps(training.ranks()[0])
         return statistics.median(ended_s - begun_s for begun_s, ended_s, _ in steps[len(steps) // 4 :])
+
+
+def measure_unequal(num_steps: int, *options: str) -> list[float]:
+    """Return the step times of two ranks of which one is three times slower, in seconds, after the first half."""
+    options = (*ELASTIC, "--global-batch", str(GLOBAL_BATCH), *options)
+    with tempfile.TemporaryDirectory() as name:
+        training = Training(Path(name), 0.001, num_steps, *options, batch_size=GLOBAL_BATCH, slowness="1 3")
+        training.process.wait()
+        ends = [ended_s for _, ended_s, _ in training.steps(training.ranks()[0])]
+        return [after - before for before, after in itertools.pairwise(ends[len(ends) // 2 :])]
 
 
 def show(title: str, seconds: Sequence[float]) -> None:
@@ -134,23 +152,40 @@ def show(title: str, seconds: Sequence[float]) -> None:
     print(f"{title:<52} {shown[0]:8.2f} ms  ({shown[1]:.2f} to {shown[2]:.2f})", flush=True)
 
 
-def main() -> None:
-    """Print the three figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args()
+def show_faults(options: argparse.Namespace) -> None:
     recoveries, pauses = measure_faults(options.kills)
     show("killed rank to the survivor's next committed step", recoveries)
     show("pause of the old rank when a rank joins", pauses)
+
+
+def show_cost(options: argparse.Namespace) -> None:
     plain, elastic = [], []
     for _ in range(3):
-        plain.append(measure_step(options.steps, is_elastic=False))
-        elastic.append(measure_step(options.steps, is_elastic=True))
+        plain.append(measure_step(options.steps))
+        elastic.append(measure_step(options.steps, *ELASTIC))
     show("forward, backward and step, not elastic", plain)
     show("forward, backward and step, elastic", elastic)
     cost = statistics.median(elastic) - statistics.median(plain)
     print(f"cost without faults: {1e3 * cost:.2f} ms, {100 * cost / 0.05:.1f}% of a step of 50 ms")
+
+
+def show_balance(options: argparse.Namespace) -> None:
+    show("step with one rank three times slower", measure_unequal(options.steps))
+    show("step with one rank three times slower, --balance", measure_unequal(options.steps, "--balance"))
+
+
+PARTS = {"faults": show_faults, "cost": show_cost, "balance": show_balance}
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"figures to measure: {', '.join(PARTS)}; default all")
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    for name in options.parts or PARTS:
+        PARTS[name](options)
 
 
 if __name__ == "__main__":

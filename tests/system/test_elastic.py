@@ -92,9 +92,11 @@ from pathlib import Path
 import torch
 from torch import nn
 import paceline.torch as pt
+from paceline.collectives.elastic import ElasticGroup
+from paceline.errors import CollectiveError
 
 num_items, victims, last, num_epochs = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3], int(sys.argv[4])
-pause_s, recovers_at = (float(sys.argv[5]), int(sys.argv[6])) if sys.argv[5:] else (0.0, 0)
+pause_s, recovers_at = (float(sys.argv[5]), int(sys.argv[6])) if sys.argv[6:] else (0.0, 0)
 incarnation = os.environ["PACELINE_INCARNATION"]
 strategy = pt.strategy(bucket_mb=0.0001)
 
@@ -129,6 +131,17 @@ def die(_):  # the exchange of the other weights has begun
         os.kill(os.getpid(), signal.SIGKILL)
 
 strategy.module.weights[1].register_hook(die)
+
+def vote(group, *given, **options):  # one rank loses the result of the vote of the eighth batch, and another rank dies
+    original_vote(group, *given, **options)
+    if num_batches == 8 and incarnation == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if num_batches == 8 and incarnation == "1" and group.size == 3:
+        raise CollectiveError("the result of the vote is lost")
+
+original_vote = ElasticGroup._vote
+if "loses_vote" in sys.argv:
+    ElasticGroup._vote = vote
 print("starts", incarnation, len(loader), flush=True)
 for epoch in itertools.count():
     for numbers in loader:
@@ -151,6 +164,39 @@ print("ends", incarnation, epoch + 1, min(values), max(values), *steps, strategy
 print("values", sorted({round(value, 6) for value in values}), flush=True)
 """
 
+_BALANCE = """
+import statistics, sys, time
+import torch
+from torch import nn
+import paceline.torch as pt
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(data)
+
+strategy = pt.strategy()
+torch.manual_seed(0)
+model = nn.Linear(3, 1).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+x = torch.randn(320, 3, generator=torch.Generator().manual_seed(1)).double()
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+is_stream = "stream" in sys.argv
+loader = torch.utils.data.DataLoader(Stream() if is_stream else data, batch_size=32, shuffle=not is_stream)
+model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+rank, times, num_samples = strategy.rank, [], []
+for epoch in range(4):
+    for inputs, targets in loader:
+        begun_s = time.monotonic()
+        time.sleep(len(inputs) * (0.006 if rank else 0.002))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        times.append(time.monotonic() - begun_s)
+        num_samples.append(len(inputs))
+print("time", rank, statistics.median(times[-10:]), sum(num_samples[-10:]), len(times), flush=True)
+print("weights", rank, *strategy.module.weight.reshape(-1).tolist(), flush=True)
+"""
+
 
 @pytest.fixture
 def elastic(paceline: Commands, tmp_path: Path) -> Commands:
@@ -158,6 +204,7 @@ def elastic(paceline: Commands, tmp_path: Path) -> Commands:
     paceline.environment[RANKS] = "torch"
     (tmp_path / "train.py").write_text(_TRAIN)
     (tmp_path / "count.py").write_text(_COUNT)
+    (tmp_path / "balance.py").write_text(_BALANCE)
     return paceline
 
 
@@ -233,7 +280,34 @@ def test_each_sample_is_once_in_a_step_of_constant_size(elastic: Commands, victi
     assert len({buffer for *_, buffer in found}) == 1
 
 
-@pytest.mark.parametrize("options", [[], ["--global-batch", "24"]])
+def test_a_slow_rank_gets_fewer_samples_of_the_same_step(elastic: Commands) -> None:
+    times: list[float] = []
+    weights: list[list[float]] = []
+    for options in ([], ["--balance"]):
+        ranks = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "2", "--global-batch", "32"]
+        finished = elastic.run("run", *ranks, *options, "balance.py")
+        assert finished.status == 0, finished
+        found = re.findall(r"time (\d) (\S+) (\d+) 40", finished.out)
+        assert len(found) == 2, finished
+        samples = {int(rank): int(number) for rank, _, number in found}
+        assert sum(samples.values()) == 320
+        assert (samples[0] > 1.5 * samples[1]) == bool(options), samples
+        assert ("; samples: " in finished.err) == bool(options), finished.err
+        times.append(max(float(time_s) for _, time_s, _ in found))
+        weights += [list(map(float, line.split())) for line in re.findall(r"weights \d (.*)", finished.out)]
+    assert times[1] < 0.8 * times[0], times
+    assert len(weights) == 4
+    assert all(values == pytest.approx(weights[0], rel=1e-9) for values in weights), weights
+
+
+def test_the_samples_of_a_stream_are_not_balanced(elastic: Commands) -> None:
+    ranks = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "2", "--global-batch", "64"]
+    finished = elastic.run("run", *ranks, "--balance", "balance.py", "stream")
+    assert finished.status == 1, finished
+    assert "--balance: not supported with a stream" in finished.err
+
+
+@pytest.mark.parametrize("options", [[], ["--global-batch", "24"], ["--global-batch", "24", "--balance"]])
 def test_a_slow_rank_is_left_out_until_it_has_recovered(elastic: Commands, tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "slow").touch()
     ranks = ["--strategy", "all-reduce", "--min-ranks", "2", "--nproc-per-node", "3", "--drop-stragglers", "5"]
@@ -258,6 +332,20 @@ def test_a_rank_that_stays_slow_ends_with_the_others(elastic: Commands, tmp_path
     assert "rank 1 is left out, because its steps take" in finished.err, finished.err
     assert "the training ended before this rank could take part" in finished.err, finished.err
     assert {int(member) for member in re.findall(r"ends (\d+)", finished.out)} == {0, 2}
+
+
+@pytest.mark.parametrize("options", [[], ["--global-batch", "24"]])
+def test_a_rank_dies_after_a_vote_that_another_rank_loses(elastic: Commands, options: list[str]) -> None:
+    ranks = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "3", *options]
+    finished = elastic.run("run", *ranks, "count.py", "240", "", "3", "4", "loses_vote")
+    assert finished.status == 0, finished
+    assert "was killed by SIGKILL" in finished.err
+    found = re.findall(r"ends (\d+) (\d+) (\S+) (\S+) (\d+) (\d+) \[(\S+),", finished.out)
+    assert len(found) == 3
+    assert len({each[1:4] for each in found}) == 1, "the ranks differ"
+    for _, epochs, least, most, *_ in found if options else ():
+        assert float(least) == pytest.approx(int(epochs) / 24, rel=1e-9)
+        assert float(most) == pytest.approx(int(epochs) / 24, rel=1e-9)
 
 
 def test_gradients_are_the_mean_over_samples(elastic: Commands) -> None:
@@ -302,6 +390,8 @@ def test_rank_0_is_killed_from_outside(elastic: Commands) -> None:
         (["--min-ranks", "1", "--filters", "float16"], "--filters float16"),
         (["--min-ranks", "1", "--global-batch", "0"], "--global-batch 0"),
         (["--global-batch", "8"], "--global-batch 8"),
+        (["--min-ranks", "1", "--balance"], "--balance"),
+        (["--balance"], "--balance: needs --min-ranks"),
         (["--min-ranks", "1", "--drop-stragglers", "1"], "--drop-stragglers 1"),
         (["--drop-stragglers", "3"], "--drop-stragglers 3"),
     ],

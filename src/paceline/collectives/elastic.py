@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -34,6 +34,7 @@ from paceline.errors import (
 from paceline.meeting.coordinator import COORDINATOR, NEWCOMERS, quorum_prefix, request_quorum
 from paceline.meeting.network_store import NetworkStore
 from paceline.meeting.store import MemoryStore, PrefixStore
+from paceline.protocol.balance import Balance
 from paceline.protocol.quorum import JoinRequest, LeaveNotice, QuorumMember, QuorumReport, RetryJoin, StartQuorum
 from paceline.protocol.stragglers import StepTimes
 from paceline.transport import TLS, Address, make_token
@@ -72,11 +73,13 @@ class ElasticGroup(Closing):
         tls: TLS | None,
         timeout: timedelta,
         step_times: StepTimes | None = None,
+        balance: Balance | None = None,
     ) -> None:
         """Connect to the coordinator, the process that forms the quorums.
 
         `member` is the unique number (incarnation) of this process, and `timeout` limits each call. With `step_times`,
-        the ranks compare the times of their training steps to find stragglers (slow ranks).
+        the ranks compare the times of their training steps to find stragglers (slow ranks). With a `balance`, they
+        choose their shares of a step from these times.
         """
         self._token, self._tls, self.timeout = token, tls, timeout
         hello = Hello(role="rank", rank=member, incarnation=member, to=COORDINATOR)
@@ -84,10 +87,17 @@ class ElasticGroup(Closing):
         self._rules = QuorumMember(member, has_state=not is_newcomer)
         self._group = join(MemoryStore(), 0, 1, token=token, timeout=timeout)
         self._is_closed = False
+        self.member = member
         self.members: tuple[int, ...] = (member,)
         """The unique numbers (incarnations) of the ranks' processes, in the order of ranks."""
         self.contributors: tuple[int, ...] = self.members
-        """The unique numbers (incarnations) of the ranks whose data are in the last exchange's result."""
+        """The unique numbers (incarnations) of the ranks whose data are in the last exchange's result, by rank.
+
+        The value is equal on all ranks. :attr:`members` is not: after the death of a rank, one rank may be in the next
+        quorum while another rank is still in the last one.
+        """
+        self.shares: tuple[int, ...] | None = None
+        """The contributors' numbers of samples in a step; None for equal numbers. The value is equal on all ranks."""
         self.source = 0
         """The rank that sends the training's state to newcomers."""
         self.has_newcomers = False
@@ -97,6 +107,7 @@ class ElasticGroup(Closing):
         self.admits_newcomers = False
         """Whether all ranks must call :meth:`admit` now. After an exchange, the value is equal on all ranks."""
         self.step_times = step_times
+        self.balance = balance
         self.straggler: int | None = None
         """The slow rank that must call :meth:`pause` while the other ranks call :meth:`admit`; None if there is none.
         """
@@ -148,12 +159,13 @@ class ElasticGroup(Closing):
         """
         assert self.step_times is not None
         self._limit_s = self.step_times.factor * self.step_times.others(self.rank)
-        member = self._rules.member
+        member = self.member
         request_quorum(self._store, LeaveNotice(member, self._rules.step, will_return=True), self.timeout)
         self._group.close()
         self._rules = QuorumMember(member, has_state=False)
         self._group = join(MemoryStore(), 0, 1, token=self._token, timeout=self.timeout)
-        self.members = (member,)
+        self.members = self.contributors = (member,)
+        self.shares = None
         self._reset_quorum()
 
     @property
@@ -167,6 +179,8 @@ class ElasticGroup(Closing):
         self.straggler = None
         if self.step_times is not None:
             self.step_times.reset()
+        if self.balance is not None:
+            self.balance.reset()
 
     def exchange(self, run: Callable[[Group], _Result], *, is_step: bool = False) -> _Result:
         """Call ``run(group)`` until it succeeds on all ranks of the group, and return this rank's result.
@@ -185,7 +199,7 @@ class ElasticGroup(Closing):
     def _exchange(self, run: Callable[[Group], _Result], *, is_step: bool) -> _Result:
         repeated, members = 0, self.members
         while True:
-            contributors = self.members
+            contributors, shares = self.members, self._next_shares
             try:
                 result = run(self._group)
                 self._rules.prepare()
@@ -203,8 +217,13 @@ class ElasticGroup(Closing):
                     continue
             else:
                 self._rules.commit()
-            self.contributors = contributors
+            self.contributors, self.shares = contributors, shares
             return result
+
+    @property
+    def _next_shares(self) -> tuple[int, ...] | None:
+        """The shares after the next exchange. All ranks of the quorum chose them at the end of the last exchange."""
+        return None if self.balance is None else self.balance.shares
 
     def transfer(self, share: Callable[[Group, int], None]) -> bool:
         """Send the training's state to newcomers: call ``share(group, source)`` until it succeeds on all ranks.
@@ -245,8 +264,17 @@ class ElasticGroup(Closing):
             votes = self._group.all_reduce(votes, "max", out=votes)
         self.admits_newcomers = bool(votes[0])
         if self.step_times is not None and is_step:
-            self.step_times.record(votes[1:].tolist())
-            self.straggler = self.step_times.straggler() if self.quorum else None
+            self._compare(self.step_times, votes[1:].tolist())
+
+    def _compare(self, step_times: StepTimes, times_s: Sequence[float]) -> None:
+        """Compare the ranks' times of a step: find a straggler, and choose the shares of later steps."""
+        if self.shares != self._next_shares:
+            return  # the step had other shares than the next steps
+        step_times.record(times_s)
+        if self.quorum:
+            self.straggler = step_times.straggler()
+            if self.balance is not None:
+                self.balance.update(step_times)
 
     def _recover(self, report: QuorumReport) -> bool:
         """Enter the next quorum. Return whether the last step is committed (all ranks must apply it)."""

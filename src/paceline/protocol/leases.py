@@ -3,7 +3,9 @@
 All ranks have equal :class:`EpochLeases`, because they make the same calls in the same order. These are the rules:
 
 1. A *step* has a fixed number of items, or the rest of the epoch. A step consists of *rounds*; each rank has one batch
-   in a round. Item i of a round belongs to rank i modulo the number of ranks.
+   in a round. Each rank has a share of the step: the shares are equal, or in proportion to the ranks' speeds. A rank
+   divides its share equally among the rounds. The items of a round are dealt to the ranks in turn, in proportion to the
+   ranks' numbers of items in this round.
 2. The items of a round are leased when it begins. A committed step uses the items of the ranks that contribute to it.
    The other leases end: their items come again, before all later items.
 3. With a constant number of items, a step is committed only when the contributing ranks hold all its items. Until then
@@ -12,10 +14,13 @@ All ranks have equal :class:`EpochLeases`, because they make the same calls in t
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from paceline.protocol.balance import divide_step
 
 _Item = TypeVar("_Item")
 
@@ -58,10 +63,22 @@ class StepRound(Generic[_Item]):
     """This rank's items. If the rank has none, one item of another rank, so that every rank has a batch."""
     num_own: int
     """Number of this rank's own items."""
-    count: int
-    """Number of all ranks' items."""
+    parts: tuple[int, ...]
+    """Each rank's number of own items."""
     is_last: bool
     """Whether the step ends with this round."""
+
+
+@functools.lru_cache
+def _order(parts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the rank of each item in a round, given each rank's number of items."""
+    turns = (((turn + 0.5) / count, rank) for rank, count in enumerate(parts) for turn in range(count))
+    return tuple(rank for _, rank in sorted(turns))
+
+
+def count_rounds(shares: Iterable[int], per_rank: int) -> int:
+    """Return the number of rounds in a step with these shares of the ranks."""
+    return -(-max(shares) // per_rank)
 
 
 def split_rounds(
@@ -73,12 +90,13 @@ def split_rounds(
     per_step: int | None = None,
     num_missing: int | None = None,
     drop_last: bool = False,
+    shares: Sequence[int] | None = None,
 ) -> Iterator[StepRound[_Item]]:
     """Divide the remaining items of an epoch into the rounds of `rank`.
 
     `per_rank` is the largest number of items of a rank in a round, `per_step` the number of items in a step (default: a
-    step is one round), `num_missing` the number of items that an incomplete first step still needs. The rounds of a
-    step have equal numbers of items, as far as possible. `drop_last` drops an incomplete last step.
+    step is one round), `num_missing` the number of items that an incomplete first step still needs. `drop_last` drops
+    an incomplete last step. The ranks divide a step in proportion to `shares`, by default equally.
     """
     per_round = per_rank * size
     wanted = num_missing or per_step or per_round
@@ -86,18 +104,20 @@ def split_rounds(
     while step := list(itertools.islice(source, wanted)):
         if drop_last and len(step) < wanted:
             return
-        for num_left in range(-(-len(step) // per_round), 0, -1):
-            count = -(-len(step) // num_left)
-            group, step = step[:count], step[count:]
-            own = group[rank::size]
-            yield StepRound(own or group[:1], len(own), count, num_left == 1)
+        divided = divide_step(len(step), size, shares)
+        num_rounds = count_rounds(divided, per_rank)
+        for number in range(num_rounds):
+            parts = tuple(share // num_rounds + (number < share % num_rounds) for share in divided)
+            group, step = step[: sum(parts)], step[sum(parts) :]
+            own = [item for item, place in zip(group, _order(parts), strict=True) if place == rank]
+            yield StepRound(own or group[:1], len(own), parts, number == num_rounds - 1)
         wanted = per_step or per_round
 
 
 @dataclass(slots=True)
 class _Lease:
     before: Remaining
-    count: int
+    parts: tuple[int, ...]
     members: list[int | None]
     """The incarnations of the ranks of the round; None for a rank whose items were returned."""
 
@@ -105,8 +125,8 @@ class _Lease:
         """Return the numbers of the items that were leased to the ranks `places`."""
         if not places:
             return []
-        size = len(self.members)
-        return [number for i, number in enumerate(self.before.numbers(self.count)) if i % size in places]
+        numbers = self.before.numbers(sum(self.parts))
+        return [number for number, place in zip(numbers, _order(self.parts), strict=True) if place in places]
 
 
 class EpochLeases:
@@ -127,10 +147,10 @@ class EpochLeases:
         """Whether no step has begun."""
         return not self._leases
 
-    def lease(self, count: int, members: Iterable[int]) -> None:
-        """Lease the next `count` items to the ranks of a round."""
-        self._leases.append(_Lease(self.remaining, count, list(members)))
-        self.remaining = self.remaining.after(count)
+    def lease(self, parts: tuple[int, ...], members: Iterable[int]) -> None:
+        """Lease the next items to the ranks of a round; `parts` are the ranks' numbers of items."""
+        self._leases.append(_Lease(self.remaining, parts, list(members)))
+        self.remaining = self.remaining.after(sum(parts))
 
     def lacks(self, contributors: Collection[int]) -> bool:
         """Return whether a member that is not a contributor holds items."""

@@ -24,14 +24,18 @@ class StepTimes:
         self.factor = factor
         self._min_ranks = min_ranks
         self._steps: deque[tuple[float, ...]] = deque(maxlen=_NUM_STEPS)
+        self.num_steps = 0
+        """Steps since the last :meth:`reset`."""
 
     def reset(self) -> None:
-        """Forget all times, because the ranks have changed."""
+        """Forget all times, because the ranks or their shares of the samples have changed."""
         self._steps.clear()
+        self.num_steps = 0
 
     def record(self, times_s: Sequence[float]) -> None:
         """Record one step; `times_s[r]` is the time of rank r."""
         self._steps.append(tuple(times_s))
+        self.num_steps += 1
 
     def medians(self) -> list[float]:
         """Return the median of each rank's latest times; empty without a step."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 from typing_extensions import override
 
-from paceline.command_options import option
+from paceline.command_options import option, words_of
 from paceline.errors import UsageError
 from paceline.strategies.spec import StrategyOptions, StrategySpec
 
@@ -27,6 +27,9 @@ class ElasticFlags:
     global_batch: int | None = option(
         "With --min-ranks: number of samples in a step of all ranks together, for any number of ranks; default: the "
         "loader's batch size times the number of ranks."
+    )
+    balance: bool | None = option(
+        "With --global-batch: faster ranks get more samples of a step; default: equal numbers.", "--balance"
     )
     drop_stragglers: float | None = option(
         "With --min-ranks: leave out a rank whose steps take more than this many times as long as those of the other "
@@ -47,6 +50,8 @@ class ElasticOptions(StrategyOptions):
     """Number of ranks at the start; the launcher replaces dead ranks up to this number."""
     global_batch: int | None = None
     """Number of samples in a step of all ranks together; None for one batch of each rank."""
+    balance: bool = False
+    """Whether the ranks' numbers of samples in a step depend on their speeds."""
     drop_stragglers: float | None = None
     """Limit of a rank's step time, in medians of the other ranks; None without a limit."""
 
@@ -56,36 +61,35 @@ class ElasticOptions(StrategyOptions):
         return self.num_ranks
 
 
-def choose_elastic(
-    min_ranks: int | None, processes: int, *, global_batch: int | None = None, drop_stragglers: float | None = None
-) -> ElasticOptions | None:
-    """Check the options for a start with `processes` ranks; return None without `min_ranks`. Raises UsageError."""
-    if min_ranks is None:
-        for name, value in (("--global-batch", global_batch), ("--drop-stragglers", drop_stragglers)):
-            if value is not None:
-                raise UsageError(f"{name} {value}: needs --min-ranks N. Pass --min-ranks 1")
+def choose_elastic(flags: ElasticFlags, processes: int) -> ElasticOptions | None:
+    """Check the flags for a start with `processes` ranks; return None without ``--min-ranks``. Raises UsageError."""
+    if flags.min_ranks is None:
+        words = words_of(flags)
+        if words:
+            raise UsageError(f"{' '.join(words[:2])}: needs --min-ranks N. Pass --min-ranks 1")
         return None
-    if min_ranks < 1:
-        raise UsageError(f"--min-ranks {min_ranks}: expected 1 or more")
-    if processes < min_ranks:
-        raise UsageError(f"--nproc-per-node {processes}: expected at least --min-ranks {min_ranks}")
-    if global_batch is not None and global_batch < 1:
-        raise UsageError(f"--global-batch {global_batch}: expected 1 or more")
-    if drop_stragglers is not None and not 1 < drop_stragglers < math.inf:
-        raise UsageError(f"--drop-stragglers {drop_stragglers}: expected a number greater than 1")
+    if flags.min_ranks < 1:
+        raise UsageError(f"--min-ranks {flags.min_ranks}: expected 1 or more")
+    if processes < flags.min_ranks:
+        raise UsageError(f"--nproc-per-node {processes}: expected at least --min-ranks {flags.min_ranks}")
+    if flags.global_batch is not None and flags.global_batch < 1:
+        raise UsageError(f"--global-batch {flags.global_batch}: expected 1 or more")
+    if flags.balance and flags.global_batch is None:
+        raise UsageError("--balance: needs a number of samples that the ranks divide. Pass --global-batch N too")
+    if flags.drop_stragglers is not None and not 1 < flags.drop_stragglers < math.inf:
+        raise UsageError(f"--drop-stragglers {flags.drop_stragglers}: expected a number greater than 1")
     return ElasticOptions(
-        min_ranks=min_ranks, num_ranks=processes, global_batch=global_batch, drop_stragglers=drop_stragglers
+        min_ranks=flags.min_ranks,
+        num_ranks=processes,
+        global_batch=flags.global_batch,
+        balance=bool(flags.balance),
+        drop_stragglers=flags.drop_stragglers,
     )
 
 
 def _choose(given: Mapping[str, Any], processes: int | None) -> StrategyOptions | None:
     assert processes is not None
-    return choose_elastic(
-        given.get("min_ranks"),
-        processes,
-        global_batch=given.get("global_batch"),
-        drop_stragglers=given.get("drop_stragglers"),
-    )
+    return choose_elastic(ElasticFlags(**given), processes)
 
 
 ALL_REDUCE: Final = StrategySpec(
@@ -93,7 +97,7 @@ ALL_REDUCE: Final = StrategySpec(
     meaning="one process per device, gradients averaged by all-reduce",
     implementation="paceline.torch.strategies.all_reduce:AllReduce",
     filters=("gradients",),
-    flags=("min_ranks", "global_batch", "drop_stragglers"),
+    flags=("min_ranks", "global_batch", "balance", "drop_stragglers"),
     without_flags="cannot continue without a dead rank",
     choose_options=_choose,
     neutral_settings=("find_unused_parameters", "static_graph", "bucket_mb", "backend", "timeout"),

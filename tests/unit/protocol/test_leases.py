@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.protocol.balance import divide
 from paceline.protocol.leases import EpochLeases, Remaining, split_rounds
 
 
@@ -26,13 +27,14 @@ def sizes(length: int, size: int, **options: Any) -> list[list[int]]:
         (9, 2, {"per_rank": 4}, [[4, 1], [4, 0]]),
         (9, 2, {"per_rank": 4, "drop_last": True}, [[4], [4]]),
         (12, 2, {"per_rank": 4, "per_step": 6}, [[3, 3], [3, 3]]),
-        (20, 2, {"per_rank": 4, "per_step": 10}, [[3, 3, 3, 3], [2, 2, 2, 2]]),
-        (14, 2, {"per_rank": 4, "per_step": 10, "num_missing": 4}, [[2, 3, 3], [2, 2, 2]]),
-        (13, 2, {"per_rank": 4, "per_step": 10, "drop_last": True}, [[3, 3], [2, 2]]),
+        (20, 2, {"per_rank": 4, "per_step": 10}, [[3, 2, 3, 2], [3, 2, 3, 2]]),
+        (14, 2, {"per_rank": 4, "per_step": 10, "num_missing": 4}, [[2, 3, 2], [2, 3, 2]]),
+        (13, 2, {"per_rank": 4, "per_step": 10, "drop_last": True}, [[3, 2], [3, 2]]),
+        (18, 2, {"per_rank": 4, "per_step": 12, "shares": (9, 3)}, [[3, 3, 3, 3, 2], [1, 1, 1, 1, 0]]),
         (3, 3, {"per_rank": 4, "per_step": 2}, [[1, 1], [1, 0], [0, 0]]),
     ],
 )
-def test_a_step_is_divided_into_equal_rounds(
+def test_a_step_is_divided_into_rounds(
     length: int, size: int, options: dict[str, Any], expected: list[list[int]]
 ) -> None:
     assert sizes(length, size, **options) == expected
@@ -40,12 +42,12 @@ def test_a_step_is_divided_into_equal_rounds(
 
 def test_a_rank_without_an_item_gets_another_ranks_item() -> None:
     (dealt,) = split_rounds("ab", 2, 3, per_rank=4)
-    assert (dealt.items, dealt.num_own, dealt.count, dealt.is_last) == (["a"], 0, 2, True)
+    assert (dealt.items, dealt.num_own, dealt.parts, dealt.is_last) == (["a"], 0, (1, 1, 0), True)
 
 
 def test_the_items_of_a_rank_that_does_not_contribute_come_first_again() -> None:
     leases = EpochLeases(Remaining(2))
-    leases.lease(6, [10, 11, 12])
+    leases.lease((2, 2, 2), [10, 11, 12])
     assert (leases.num_held, leases.is_idle) == (6, False)
     assert not leases.lacks({10, 11, 12})
     assert leases.lacks({10, 12})
@@ -77,15 +79,20 @@ def test_each_item_is_committed_once(data: st.DataObject, length: int, per_rank:
 
     def begin(ranks: Collection[_Rank]) -> bool:
         """Lease the next round; return whether it is the last one of its step, and False at the end of the epoch."""
-        dealt: list[tuple[int, bool]] = []
+        dealt: list[tuple[tuple[int, ...], bool]] = []
+        shares = None
+        if per_step is not None and data.draw(st.booleans()):
+            shares = divide(per_step, [data.draw(st.floats(0.1, 10.0)) for _ in ranks])
         for place, rank in enumerate(ranks):
             items = (number for number in range(length) if number in rank.leases.remaining)
             missing = None if per_step is None else per_step - rank.leases.num_held
-            rounds = split_rounds(items, place, len(ranks), per_rank=per_rank, per_step=per_step, num_missing=missing)
+            rounds = split_rounds(
+                items, place, len(ranks), per_rank=per_rank, per_step=per_step, num_missing=missing, shares=shares
+            )
             for found in itertools.islice(rounds, 1):
-                rank.leases.lease(found.count, [other.member for other in ranks])
+                rank.leases.lease(found.parts, [other.member for other in ranks])
                 rank.step += found.items[: found.num_own]
-                dealt.append((found.count, found.is_last))
+                dealt.append((found.parts, found.is_last))
         assert dealt in ([], [dealt[0]] * len(ranks) if dealt else [])
         assert dealt or all(rank.leases.is_idle for rank in ranks)
         return bool(dealt) and dealt[0][1]

@@ -111,7 +111,8 @@ class ElasticGradients:
         )
 
     def _start(self, value: _Mean) -> None:
-        value.ticket = self._group.start_mean(value.local, value.mean)
+        if not self._steps.lacks(self._group.members):
+            value.ticket = self._group.start_mean(value.local, value.mean)
 
     def _finish(self) -> None:
         """Wait for all buckets, or average them again after the death of a rank."""
@@ -122,12 +123,12 @@ class ElasticGradients:
             """Average the values over `group`, and return rank 0's buffers; None if samples of the step are missing."""
             nonlocal is_repeated
             is_first, is_repeated = not is_repeated, True
+            if self._steps.lacks(self._group.members):
+                return None
             for value in values[:-1] if is_first else ():
                 if value.ticket is None:
                     raise CollectiveError("the group failed before this bucket")
                 value.ticket.wait()
-            if self._steps.lacks(self._group.members):
-                return None
             for value in values[-1:] if is_first else values:
                 group.all_reduce(value.local, "mean", out=value.mean)
             return broadcast_copies(group, self._floating_buffers(), 0)

@@ -12,7 +12,8 @@ from torch.utils.data import Sampler
 from typing_extensions import override
 
 from paceline.errors import UsageError
-from paceline.protocol.leases import EpochLeases, Remaining, StepRound, split_rounds
+from paceline.protocol.balance import divide_step
+from paceline.protocol.leases import EpochLeases, Remaining, StepRound, count_rounds, split_rounds
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.elastic.training import ElasticTraining
 from paceline.torch.strategies.loaders import Loader, Position, moved, with_samplers
@@ -45,7 +46,7 @@ class ElasticLoader(Loader):
         self._leases: EpochLeases | None = None
         """The items of the running epoch by rank; None between epochs, and on a newcomer before it joins."""
         if trains and training.has_step_times and strategy.loaders:
-            raise UsageError("--drop-stragglers: several training loaders are not supported. Leave it out")
+            raise UsageError("--drop-stragglers, --balance: several training loaders are not supported. Leave them out")
         if trains and is_sharded(loader.sampler, self._rank, self._size):
             raise UsageError("prepare() got a DistributedSampler: leave it out, because elastic ranks change")
         self._per_step = self._choose_step(training.steps.global_batch) if trains else None
@@ -56,6 +57,11 @@ class ElasticLoader(Loader):
             return None
         if self.batch_size is None:
             raise UsageError(f"--global-batch {global_batch}: needs a loader with a batch_size. Pass batch_size")
+        if self._is_stream and self._training.has_balance:
+            raise UsageError(
+                "--balance: not supported with a stream (IterableDataset), because ranks divide a stream by whole "
+                "batches. Leave it out"
+            )
         if global_batch % self._items_per_number:
             raise UsageError(
                 f"--global-batch {global_batch}: expected a multiple of batch_size={self.batch_size}, because a stream "
@@ -76,11 +82,14 @@ class ElasticLoader(Loader):
         length = self._num_items()
         if length is None:
             length = len(self.inner)
-        per_round = self._per_rank * self._strategy.data_place[1]
-        per_step = self._per_step or per_round
+        size = self._strategy.data_place[1]
+        _, shares = self._training.division
+        per_step = self._per_step or self._per_rank * size
         num_steps, rest = divmod(length, per_step)
-        num_last = 0 if self.inner.drop_last else -(-rest // per_round)
-        return num_steps * -(-per_step // per_round) + num_last
+        in_step, in_last = (
+            count_rounds(divide_step(count, size, shares), self._per_rank) for count in (per_step, rest)
+        )
+        return num_steps * in_step + (0 if self.inner.drop_last else in_last)
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -145,21 +154,21 @@ class ElasticLoader(Loader):
         self._epoch, self._remaining = epoch + 1, Remaining()
         self._training.begin_epoch(self, epoch)
         self._training.steps.begin_epoch(self, leases)
-        quorum = -1
+        division: tuple[Any, Any] = ((), None)
         batches: Iterator[tuple[Any, StepRound[Any]]] = iter(())
         while True:
             self._training.steps.settle()  # newcomers receive the position without these leases
             self._training.admit_newcomers(epoch)
             if not self._training.has_joined:
                 break
-            if quorum != self._training.quorum:
-                quorum = self._training.quorum
+            if division != self._training.division:
+                division = self._training.division
                 batches = self._rounds(leases, position)
             batch, dealt = next(batches, (None, None))
             if dealt is None:
                 break
             self._training.steps.receive(self._weight_of(dealt, batch), is_last=dealt.is_last)
-            leases.lease(dealt.count, self._training.members)
+            leases.lease(dealt.parts, division[0])
             yield batch
         if self._leases is leases:
             self._leases = self._reading = None
@@ -172,7 +181,7 @@ class ElasticLoader(Loader):
         missing = None if self._per_step is None else self._per_step - leases.num_held
         split = partial(
             split_rounds, rank=rank, size=size, per_rank=self._per_rank, per_step=self._per_step, num_missing=missing,
-            drop_last=loader.drop_last,
+            drop_last=loader.drop_last, shares=self._training.division[1],
         )  # fmt: skip
         remaining = leases.remaining
         self._set_generator(position.generator)  # so that the sampler draws the same items again

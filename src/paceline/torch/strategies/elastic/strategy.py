@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import types
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,6 +20,7 @@ from paceline.collectives import Group
 from paceline.collectives.elastic import ElasticGroup
 from paceline.environment import environment
 from paceline.errors import UsageError
+from paceline.protocol.balance import Balance
 from paceline.protocol.stragglers import StepTimes
 from paceline.strategies import ElasticOptions
 from paceline.torch.embeddings import RowTables
@@ -69,29 +71,34 @@ class ElasticAllReduce(AllReduce):
     `global_batch` is the number of samples in a step on all ranks together; default: ``paceline run --global-batch``,
     or one batch of each rank. The ranks divide it, and accumulate gradients over several batches if a rank's part is
     larger than its batch size. Until the step is complete, gradients are zero after ``backward()``, and the steps of
-    optimizers and schedulers have no effect. If a rank dies, the other ranks compute its samples in the same step.
+    optimizers and schedulers have no effect. If a rank dies, the other ranks compute its samples in the same step. With
+    `balance`, or ``paceline run --balance``, the parts are in proportion to the ranks' speeds.
 
     Other options: those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, except `join`, `compression`,
     `filters`, `sync_batch_norm`, `find_unused_parameters` and `static_graph`.
     """
 
-    def __init__(self, *, global_batch: int | None = None, **options: Any) -> None:
+    def __init__(self, *, global_batch: int | None = None, balance: bool = False, **options: Any) -> None:
         for name in _UNSUPPORTED:
             if options.get(name):
                 raise UsageError(f"{name}={options[name]!r}: not supported with --min-ranks. Leave it out")
         if global_batch is not None and global_batch < 1:
             raise UsageError(f"global_batch={global_batch}: expected 1 or more")
         launched = ElasticOptions.of_environment(environment())
+        self._steps = ElasticSteps(global_batch or (launched.global_batch if launched else None))
+        self._has_balance = balance or (launched is not None and launched.balance)
+        if self._has_balance and self._steps.global_batch is None:
+            raise UsageError("balance=True: needs a global batch. Pass global_batch=N too")
         super().__init__(**options)
         self._wraps = True
-        self._steps = ElasticSteps(global_batch or (launched.global_batch if launched else None))
         self._training = ElasticTraining(self, self._elastic, self._steps)
         if self._elastic.has_state:
             self._elastic.enter()
+            self._elastic.barrier()  # so that the contributors are all ranks
 
     @override
     def _meet(self, timeout: timedelta, backend: str) -> Ranks:
-        self._elastic = _connect(timeout)
+        self._elastic = _connect(timeout, self._steps.global_batch if self._has_balance else None)
         if not dist.is_initialized():
             be_alone(backend, timeout)
         return _ElasticRanks(self._elastic, environment().local_rank or 0)
@@ -109,7 +116,8 @@ class ElasticAllReduce(AllReduce):
     @property
     @override
     def data_place(self) -> tuple[int, int]:
-        return self._elastic.rank, self._elastic.size
+        contributors, _ = self._training.division
+        return contributors.index(self._elastic.member), len(contributors)
 
     @override
     def prepare(self, *given: Any, **named: Any) -> Any:
@@ -183,13 +191,17 @@ class ElasticAllReduce(AllReduce):
         raise UsageError("--min-ranks: not supported with Paceline's embeddings. Leave it out")
 
 
-def _connect(timeout: timedelta) -> ElasticGroup:
-    """Connect to the coordinator in the launcher. Raises UsageError outside of an elastic run."""
+def _connect(timeout: timedelta, balanced_batch: int | None) -> ElasticGroup:
+    """Connect to the coordinator in the launcher. Raises UsageError outside of an elastic run.
+
+    `balanced_batch` is the number of samples in a step that the ranks divide by their speeds.
+    """
     settings = environment()
     options, member = ElasticOptions.of_environment(settings), settings.incarnation
     if options is None or member is None or not settings.master_addr or not settings.master_port or not settings.token:
         raise UsageError("ElasticAllReduce() needs a coordinator: start the script by paceline run --min-ranks N")
     factor = options.drop_stragglers
+    has_times = factor is not None or balanced_batch is not None
     return ElasticGroup(
         Address("tcp", settings.master_addr, settings.master_port),
         settings.token,
@@ -197,5 +209,6 @@ def _connect(timeout: timedelta) -> ElasticGroup:
         is_newcomer=member >= options.num_ranks,
         tls=TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca),
         timeout=timeout,
-        step_times=None if factor is None else StepTimes(factor, options.min_ranks),
+        step_times=StepTimes(factor or math.inf, options.min_ranks) if has_times else None,
+        balance=None if balanced_batch is None else Balance(balanced_batch),
     )

@@ -31,19 +31,22 @@ class ElasticTraining:
         return self._group.quorum > 0
 
     @property
-    def quorum(self) -> int:
-        """Number of the present set of ranks; it grows when ranks die or join."""
-        return self._group.quorum
+    def division(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """The incarnations of the ranks that divide the data, and their shares of a step; None for equal shares.
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The incarnations of the present ranks, in rank order."""
-        return self._group.members
+        All ranks have an equal value between two exchanges.
+        """
+        return self._group.contributors, self._group.shares
 
     @property
     def has_step_times(self) -> bool:
         """Whether the ranks compare the times of their steps."""
         return self._group.step_times is not None
+
+    @property
+    def has_balance(self) -> bool:
+        """Whether the ranks' shares of a step depend on their speeds."""
+        return self._group.balance is not None
 
     def begin_epoch(self, loader: Loader, epoch: int) -> None:
         """Publish the epoch for processes that want to join."""
@@ -124,7 +127,8 @@ class ElasticTraining:
         times = self._group.step_times
         if times is not None and self._group.rank == 0 and times.medians():
             shown = ", ".join(map(_milliseconds, times.medians()))
-            _print(f"epoch {epoch}: computing time of a step, by rank: {shown}")
+            shares = "; samples: " + ", ".join(map(str, self._group.shares)) if self._group.shares else ""
+            _print(f"epoch {epoch}: computing time of a step, by rank: {shown}{shares}")
 
 
 def _print(text: str) -> None:
