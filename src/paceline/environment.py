@@ -6,6 +6,7 @@ The command line and the launchers call :func:`environment` and pass on the valu
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -85,6 +86,10 @@ class Environment:
     """``PACELINE_PULL_FILTERS``: filters for pulled rows, in the format of ``--pull-filters``; may be empty."""
     strategy_options: str | None = None
     """``PACELINE_STRATEGY_OPTIONS``: the options of the strategy, written by ``paceline run``."""
+    snapshot_dir: Path | None = None
+    """``PACELINE_SNAPSHOT_DIR``: directory of the snapshots of a training loop, from which it continues."""
+    snapshot_every: str | None = None
+    """``PACELINE_SNAPSHOT_EVERY``: time between two snapshots, such as ``5m``."""
     incarnation: int | None = None
     """``PACELINE_INCARNATION``: unique number of this process in an elastic training, set by ``paceline run``."""
 
@@ -164,6 +169,8 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         filters=found.get("PACELINE_FILTERS") or None,
         pull_filters=found.get("PACELINE_PULL_FILTERS"),
         strategy_options=found.get("PACELINE_STRATEGY_OPTIONS") or None,
+        snapshot_dir=_path(found, "PACELINE_SNAPSHOT_DIR"),
+        snapshot_every=found.get("PACELINE_SNAPSHOT_EVERY") or None,
         incarnation=_integer(found, "PACELINE_INCARNATION"),
     )
 
@@ -197,6 +204,16 @@ def _path(found: Mapping[str, str], name: str) -> Path | None:
 def _integer(found: Mapping[str, str], name: str) -> int | None:
     text = found.get(name)
     return parse_integer(name, text) if text else None
+
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(text: str) -> float | None:
+    """Return the seconds of a time such as ``30s``, ``5m`` or ``1h``; None for another text, and for no time."""
+    found = _DURATION.fullmatch(text.strip())
+    return (float(found[1]) * _SECONDS[found[2]] or None) if found is not None else None
 
 
 def parse_integer(name: str, text: str) -> int:

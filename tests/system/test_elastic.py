@@ -265,6 +265,7 @@ def test_ranks_are_killed_in_the_middle_of_an_all_reduce_again_and_again(elastic
 def test_each_sample_is_once_in_a_step_of_constant_size(elastic: Commands, victims: str, last: str) -> None:
     """24 samples in a step: two batches of each of three ranks, or three batches of two ranks, or six of one rank."""
     options = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "3", "--global-batch", "24"]
+    options += ["--snapshot-dir", "snapshots", "--snapshot-every", "1ms"] if victims == "1,3" else []
     finished = elastic.run("run", *options, "count.py", "240", victims, last, "4")
     assert finished.status == 0, finished
     assert finished.err.count("was killed by SIGKILL") == len(victims.split(",")) - (not victims)

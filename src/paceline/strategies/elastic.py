@@ -97,6 +97,7 @@ ALL_REDUCE: Final = StrategySpec(
     meaning="one process per device, gradients averaged by all-reduce",
     implementation="paceline.torch.strategies.all_reduce:AllReduce",
     filters=("gradients",),
+    takes_snapshots=True,
     flags=("min_ranks", "global_batch", "balance", "drop_stragglers"),
     without_flags="cannot continue without a dead rank",
     choose_options=_choose,

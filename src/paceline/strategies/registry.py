@@ -20,6 +20,7 @@ STRATEGIES: Final[dict[str, StrategySpec]] = {
         StrategySpec(
             name="one-device",
             meaning="one process, one device",
+            takes_snapshots=True,
             implementation=f"{_TORCH}.one_device:OneDevice",
             is_one_process=True,
         ),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 from typing_extensions import Self
 
-from paceline.environment import Environment
+from paceline.environment import Environment, parse_duration
 from paceline.errors import UsageError
+
+_SNAPSHOT_EVERY_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class StrategySpec:
     """Whether ``--replicas`` counts replicas of the model in one process."""
     consistency: str | None = None
     """The servers' default consistency; None for a strategy without servers."""
+    takes_snapshots: bool = False
+    """Whether the training can write snapshots by itself, and continue from them after a restart."""
     filters: tuple[Literal["gradients", "tables"], ...] = ()
     """Messages that filters may change: gradients between ranks, and the servers' tables."""
     flags: tuple[str, ...] = ()
@@ -76,6 +80,15 @@ class StrategySpec:
     """Whether the flags determine the number of processes if ``--nproc-per-node`` is missing."""
     neutral_settings: tuple[str, ...] = ()
     """Arguments of the class that do not change the result. ``strategy()`` ignores them for other strategies."""
+
+    def check_snapshots(self, directory: object, every: str | None) -> float:
+        """Return the seconds between two snapshots in `directory`. Raises UsageError."""
+        if not self.takes_snapshots:
+            raise UsageError(f"--snapshot-dir {directory}: not supported by strategy {self.name}. Leave it out")
+        seconds = _SNAPSHOT_EVERY_S if every is None else parse_duration(every)
+        if seconds is None:
+            raise UsageError(f"--snapshot-every {every}: expected a time such as 30s, 5m or 1h")
+        return seconds
 
     @property
     def has_servers(self) -> bool:

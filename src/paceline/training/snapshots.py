@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data import FORMATS, Columns, Dataset
+from paceline.environment import parse_duration
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.models.base import SparseModel
 from paceline.models.registry import describe_settings, read_model_settings
@@ -27,17 +28,16 @@ from paceline.storage.snapshot_directory import Snapshot, SnapshotWriteError, re
 from paceline.training.options import SnapshotPlan
 from paceline.training.plan import TrainingPlan
 
-_EVERY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)|(\d[\d_]*)")
-_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_EXAMPLES = re.compile(r"\d[\d_]*")
 
 
 def parse_every(text: str) -> tuple[float | None, int | None]:
     """Parse an interval such as ``30s``, ``5m``, ``1h`` or ``100000``; return its seconds and its examples."""
-    found = _EVERY.fullmatch(text.strip())
-    if found is not None and found[3] is None and float(found[1]) > 0:
-        return float(found[1]) * _SECONDS[found[2]], None
-    if found is not None and found[3] is not None and int(found[3]) > 0:
-        return None, int(found[3])
+    seconds = parse_duration(text)
+    if seconds is not None:
+        return seconds, None
+    if _EXAMPLES.fullmatch(text.strip()) and int(text) > 0:
+        return None, int(text)
     raise UsageError(
         f"--snapshot-every {text}: expected a time such as 30s, 5m or 1h, or a number of examples such as 100000"
     )

@@ -157,6 +157,7 @@ def test_neutral_options_of_other_strategies_are_accepted(option: dict[str, Any]
 
 
 def test_effective_or_unknown_options_are_refused() -> None:
-    for option in ({"sync_batch_norm": True}, {"find_unused": True}):
+    for option in ("sync_batch_norm", "find_unused"):
+        options: dict[str, Any] = {option: True}
         with pytest.raises(UsageError, match="does not have an option"):
-            strategy("mirrored", replicas=2, device="cpu", **option)
+            strategy("mirrored", replicas=2, device="cpu", **options)

@@ -45,6 +45,13 @@ class RunOptions:
         min=0.5,
         panel=_FAILURES,
     )
+    snapshot_dir: Path | None = option(
+        "one-device, all-reduce: write checkpoints of the training to this directory, and continue from the last one.",
+        panel=_FAILURES,
+    )
+    snapshot_every: str | None = option(
+        "With --snapshot-dir: time between two checkpoints, such as 30s, 5m or 1h; default 10m.", panel=_FAILURES
+    )
     threads: int | None = option(
         "OMP_NUM_THREADS of each rank; default: its share of the cores, unless the variable is set.", panel=_COMMON
     )
@@ -82,3 +89,8 @@ class RunOptions:
     """Servers import all these modules. Ranks import the modules named in `filters` and `pull_filters`."""
     tls: TLSFlags = in_panel(_MACHINES, default=TLSFlags())
     """Settings for servers and for ranks on several machines; default: from the environment."""
+
+    def snapshot_variables(self) -> dict[str, str]:
+        """Return the ranks' variables for snapshots."""
+        given = {"PACELINE_SNAPSHOT_DIR": self.snapshot_dir, "PACELINE_SNAPSHOT_EVERY": self.snapshot_every}
+        return {name: str(value) for name, value in given.items() if value is not None}

@@ -65,6 +65,10 @@ def run_script(options: RunOptions) -> int:
     choice = setup.choice
     if isinstance(choice.options, ElasticOptions):
         _check_elastic(options)
+    if options.snapshot_dir is not None:
+        choice.spec.check_snapshots(options.snapshot_dir, options.snapshot_every)
+    elif options.snapshot_every is not None:
+        raise UsageError(f"--snapshot-every {options.snapshot_every}: needs a directory. Pass --snapshot-dir DIR too")
     filters, pull_filters = _find_filters(options, choice.spec)
     settings: messages.ClusterSettings | None = None
     if choice.consistency is not None:
@@ -164,7 +168,7 @@ def _run_ranks(
     plans = plan_ranks(
         layout,
         setup.choice,
-        os.environ,
+        {**os.environ, **options.snapshot_variables()},
         token=setup.token,
         tls=setup.tls,
         scheduler=scheduler,

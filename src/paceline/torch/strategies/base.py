@@ -27,6 +27,7 @@ from paceline.torch.strategies.deferred import DeferredValues
 from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.registered import RegisteredStates
+from paceline.torch.strategies.snapshots import Snapshots
 
 
 class Strategy(Closing, ABC):
@@ -71,6 +72,8 @@ class Strategy(Closing, ABC):
         """The prepared loaders, whose positions checkpoints contain."""
         self.registered = RegisteredStates()
         """The objects of :meth:`register_state`."""
+        self.snapshots: Snapshots | None = None
+        """Saves the training at regular times; None without ``snapshot_dir`` of :func:`paceline.torch.strategy`."""
         self.deferred: DeferredValues | None = None
         """Initializes those modules of the last prepared models that were built on the meta device; or None."""
         self.embedder: Embedder | None = None
@@ -95,8 +98,8 @@ class Strategy(Closing, ABC):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes."""
-        return self.rank == 0
+        """Whether this is rank 0, which prints and writes; False while the loop repeats epochs before a snapshot."""
+        return self.rank == 0 and (self.snapshots is None or not self.snapshots.is_repeating)
 
     @property
     def data_place(self) -> tuple[int, int]:

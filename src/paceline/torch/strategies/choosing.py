@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.strategies import NEUTRAL_SETTINGS, ElasticOptions, StrategySpec, check_strategy, default_strategy
 from paceline.torch.strategies.base import Strategy
+from paceline.torch.strategies.snapshots import Snapshots
 
 _ELASTIC = "paceline.torch.strategies.elastic.strategy:ElasticAllReduce"
 
@@ -36,7 +38,13 @@ def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]
     return {key: value for key, value in options.items() if key in known or key not in NEUTRAL_SETTINGS}
 
 
-def strategy(name: str | None = None, **options: Any) -> Strategy:
+def strategy(
+    name: str | None = None,
+    *,
+    snapshot_dir: str | os.PathLike[str] | None = None,
+    snapshot_every: str | None = None,
+    **options: Any,
+) -> Strategy:
     """Create the strategy that the launcher chose: ``paceline run --strategy X``, or ``PACELINE_STRATEGY=X``.
 
     A `name` takes precedence. Without a choice the strategy is ``hybrid`` if the environment names parameter servers,
@@ -44,6 +52,10 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     the arguments of the class; all classes have ``device`` and ``seed``. A strategy
     ignores options of other strategies that do not change the result, so that one script runs under all strategies:
     ``bucket_mb``, ``timeout`` and ``find_unused_parameters=True``, which parameter-server treats as ``unused="skip"``.
+
+    With a `snapshot_dir`, or ``PACELINE_SNAPSHOT_DIR``, the training writes a checkpoint to this directory every
+    `snapshot_every` (``PACELINE_SNAPSHOT_EVERY``, default ``"10m"``). If the directory has a checkpoint, the training
+    loop continues from it, without a change of the script: under ``one-device`` and ``all-reduce``, with one loader.
 
     Raises UsageError for an unknown name, or an option that the strategy does not have.
     """
@@ -55,8 +67,12 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
         spec = check_strategy(chosen)
         if chosen == ElasticOptions.strategy and ElasticOptions.of_environment(settings) is not None:
             spec = replace(spec, implementation=_ELASTIC)
+        directory, every = snapshot_dir or settings.snapshot_dir, snapshot_every or settings.snapshot_every
+        snapshots = None if directory is None else Snapshots(directory, spec.check_snapshots(directory, every))
         kind = class_of(spec)
-        return kind(**_options_of(kind, options))
+        created = kind(**_options_of(kind, options))
+        created.snapshots = snapshots
+        return created
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise

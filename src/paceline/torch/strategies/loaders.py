@@ -213,6 +213,8 @@ class Loader:
         return math.ceil((length - (0 if self._trains else self._rank)) / self._size)
 
     def __iter__(self) -> Iterator[Any]:
+        snapshots = self._strategy.snapshots if self._trains else None
+        is_repeating = snapshots is not None and snapshots.resume(self._strategy, self._epoch)
         epoch, remaining = self._epoch, self._remaining
         self._epoch, self._remaining = epoch + 1, Remaining()
         inner = self.inner if self._is_stream or remaining == Remaining() else self._with_sampler(remaining)
@@ -221,7 +223,13 @@ class Loader:
         batches = self._batches(inner, epoch, remaining)
         if not self._trains:
             return batches
-        return self._iterate_training(batches, None if self._is_stream else len_or_none(inner))
+        batches = self._iterate_training(batches, None if self._is_stream else len_or_none(inner))
+        return self._iterate_first(batches) if is_repeating else batches
+
+    def _iterate_first(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield one batch of an epoch before the snapshot's."""
+        yield next(batches)
+        self._reading = None
 
     def _iterate_training(self, batches: Iterator[Any], length: int | None) -> Iterator[Any]:
         strategy, position = self._strategy, self._reading
@@ -238,7 +246,9 @@ class Loader:
         if strategy.embedder is not None:
             batches = self._prefetching(batches)
         with strategy.epoch(length):
-            for batch in batches:
+            for number, batch in enumerate(batches):
+                if strategy.snapshots is not None and not strategy.snapshots.is_repeating:
+                    strategy.snapshots.save_if_due(strategy, number)
                 position.remaining = position.remaining.after(self.numbers_per_step)
                 yield batch
             strategy._ran_out()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
@@ -115,12 +116,17 @@ class ElasticLoader(Loader):
         return super().state_dict()
 
     def _iterate_elastic(self) -> Iterator[Any]:
+        snapshots, is_repeating = self._strategy.snapshots, False
+        if snapshots is not None and self._training.has_joined:
+            is_repeating = snapshots.resume(self._strategy, self._epoch)
+        elif snapshots is not None:
+            snapshots.disable_resume()
         epoch = self._epoch
         while True:
             if not self._training.has_joined and not (yield from self._join(epoch)):
                 self._epoch = epoch + 1
                 return
-            yield from self._iterate_joined(epoch)
+            yield from itertools.islice(self._iterate_joined(epoch), 1 if is_repeating else None)
             if self._training.has_joined:
                 return
 
@@ -156,14 +162,22 @@ class ElasticLoader(Loader):
         self._training.steps.begin_epoch(self, leases)
         division: tuple[Any, Any] = ((), None)
         batches: Iterator[tuple[Any, StepRound[Any]]] = iter(())
+        snapshots = self._strategy.snapshots
+        is_repeating = snapshots is not None and snapshots.is_repeating
+        num_steps = 0
         while True:
             self._training.steps.settle()  # newcomers receive the position without these leases
-            self._training.admit_newcomers(epoch)
+            if not is_repeating:
+                self._training.admit_newcomers(epoch)
             if not self._training.has_joined:
                 break
             if division != self._training.division:
                 division = self._training.division
                 batches = self._rounds(leases, position)
+                num_steps = 0
+            if snapshots is not None and not is_repeating and self._training.steps.is_idle:
+                snapshots.save_if_due(self._strategy, num_steps)
+                num_steps += 1
             batch, dealt = next(batches, (None, None))
             if dealt is None:
                 break
