@@ -89,7 +89,7 @@ def test_torchrun_restarts_all_workers_and_the_training_continues(paceline: Comm
     variables = {"PACELINE_SNAPSHOT_DIR": "snapshots", "PACELINE_SNAPSHOT_EVERY": "1ms"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:4", "--nproc-per-node", "1"]
     command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    command += ["--rdzv-conf", "last_call_timeout=1", "script.py"]
+    command += ["--rdzv-conf", "last_call_timeout=1", "--log-dir", str(tmp_path / "logs"), "script.py"]
     agents = [
         subprocess.Popen(
             command, cwd=tmp_path, env={**paceline.environment, **variables}, stdout=subprocess.PIPE, text=True
