@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +24,11 @@ _REPORT_TIMEOUT_S: Final = 300.0
 """Time for all ranks to report after a failure, because a rank may compute for long between two exchanges."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _MOST_FAILED_STARTS: Final = 5
-"""Replacements in a row that end before they take part; then dead ranks are not replaced any more."""
+"""Replacements in a row that fail early; then dead ranks are not replaced any more."""
+_EARLY_S: Final = 60.0
+"""A failure of a replacement within this time of its start is early."""
+_KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
+"""Statuses of ranks that another process has ended. The script is not their cause."""
 
 
 class ElasticRun(Closing):
@@ -44,6 +49,7 @@ class ElasticRun(Closing):
         self._plans = {plan.rank: plan for plan in plans}
         self._ranks: dict[int, Rank] = {}
         """The living ranks by incarnation."""
+        self._started_s: dict[int, float] = {}
         self._next_member = 0
         self._due: list[tuple[float, int]] = []
         """Times of the next starts, with the rank's numbers in the output and the environment."""
@@ -65,6 +71,7 @@ class ElasticRun(Closing):
     def _start_rank(self, number: int) -> Rank:
         member, self._next_member = self._next_member, self._next_member + 1
         self._server.started(member)
+        self._started_s[member] = time.monotonic()
         plan = self._plans[number]
         rank = self._start(replace(plan, environment={**plan.environment, "PACELINE_INCARNATION": str(member)}))
         self._ranks[member] = rank
@@ -78,6 +85,7 @@ class ElasticRun(Closing):
         """Handle the end of a rank; return the message for the user, None after a good end."""
         member = next(member for member, other in self._ranks.items() if other is rank)
         del self._ranks[member]
+        life_s = time.monotonic() - self._started_s.pop(member)
         took_part = self._server.has_joined(member)
         self._server.ended(member, is_failure=bool(rank.status))
         if not rank.status:
@@ -87,14 +95,17 @@ class ElasticRun(Closing):
         text = f"paceline run: rank {rank.rank} {describe_status(rank.status)}"
         if self._is_over or self._server.failure is not None:
             return text
-        if took_part:
+        if took_part and (rank.status in _KILLED or life_s > _EARLY_S):
             self._backoff.reset()
             self._num_failed_starts, pause_s = 0, 0.0
         else:
             self._num_failed_starts += 1
             pause_s = self._backoff.next_s()
         if self._num_failed_starts > _MOST_FAILED_STARTS:
-            return f"{text}. It is not replaced, because {self._num_failed_starts} ranks in a row ended at their start"
+            return (
+                f"{text}. It is not replaced, because {self._num_failed_starts} ranks in a row failed before they took "
+                f"part or within {_EARLY_S:g} s of their start"
+            )
         self._due.append((time.monotonic() + pause_s, rank.rank))
         return f"{text}. The other ranks continue, and a new rank {rank.rank} starts"
 
