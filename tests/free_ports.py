@@ -1,4 +1,4 @@
-"""A free port of this machine for a test."""
+"""Free ports of this machine for tests."""
 
 import socket
 
@@ -8,3 +8,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def two_free_ports() -> int:
+    """Return a port that is free, and the next one is too."""
+    while True:
+        port = free_port()
+        try:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port + 1))
+            return port
+        except OSError:
+            continue

@@ -39,13 +39,13 @@ def given_values(flags: Any) -> dict[str, Any]:
 
 
 def words_of(flags: Any) -> list[str]:
-    """Return the words of the command line for all given options in a dataclass, including nested dataclasses."""
+    """Return the words of the command line for all options with another value than the default, also nested ones."""
     words: list[str] = []
     for each in fields(flags):
         value = getattr(flags, each.name)
         if is_dataclass(value):
             words += words_of(value)
-        elif each.metadata.get("parameter") == "Option" and value not in (None, False):
+        elif each.metadata.get("parameter") == "Option" and not (value is False or value == each.default):
             long_names = (name for name in each.metadata["names"] if name.startswith("--"))
             name = next(long_names, f"--{each.name.replace('_', '-')}")
             for item in value if isinstance(value, list) else [value]:

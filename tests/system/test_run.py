@@ -13,8 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
-from tests.free_ports import free_port
+from tests.free_ports import free_port, two_free_ports
 from tests.warm.processes import RANKS
 
 from .running import MARK, PROMPT_S, Commands, Running, our_processes, wait_until
@@ -93,18 +92,6 @@ except Exception:
 def script(folder: Path, text: str) -> str:
     (folder / "script.py").write_text(text)
     return "script.py"
-
-
-def two_free_ports() -> int:
-    """Return a port that is free, and the next one is too."""
-    while True:
-        port = free_port()
-        try:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port + 1))
-            return port
-        except OSError:
-            continue
 
 
 def wait_pids(running: Running, count: int) -> list[int]:
@@ -304,33 +291,6 @@ def test_two_nodes(forking: Commands, tmp_path: Path) -> None:
         finished = running.wait()
         assert (finished.status, finished.err) == (0, ""), finished
         assert finished.out == f"[rank {node}] sequential:mean [-1.5, -1.5, -1.5, -1.5]\n"
-
-
-@pytest.mark.parametrize("kind", ["job", "trainjob"])
-def test_the_commands_of_manifests_run_as_pods_would_run_them(
-    forking: Commands, paceline: Commands, tmp_path: Path, kind: str
-) -> None:
-    """The engine inserts the pod's number into the command (job), or sets variables (trainjob)."""
-    name = script(tmp_path, _CONNECT)
-    options = ("--nnodes", "2", "--strategy", "parameter-server", "--servers", "2")
-    written = paceline.succeed("manifests", "--image", "image", "--kind", kind, "run", *options, name, "1e-3", "y")
-    assert written.out.count('- "1e-3"') == written.out.count('- "y"') == 1  # kubectl reads other words as strings
-    last = [*yaml.safe_load_all(written.out)][-1]["spec"]
-    container = last["trainer"] if kind == "trainjob" else last["template"]["spec"]["containers"][0]
-    port, nodes = str(two_free_ports()), []
-    forking.environment["PACELINE_TOKEN"] = "a token for tests"
-    for node in ("0", "1"):
-        values = {"$(JOB_COMPLETION_INDEX)": node, "paceline-0.paceline": "127.0.0.1", "29500": port}
-        command = [values.get(word, word) for word in container["command"]]
-        if kind == "trainjob":
-            master = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-            variables = {"PET_NNODES": "2", "PET_NODE_RANK": node, "PET_NPROC_PER_NODE": "auto", **master}
-            forking.environment.update(variables)
-        nodes.append(forking.start(*command[1:]))
-    for rank, running in enumerate(nodes):
-        finished = running.wait()
-        assert (finished.status, finished.err) == (0, ""), finished
-        assert finished.out == f"[rank {rank}] sequential:mean [-1.5, -1.5, -1.5, -1.5]\n"
 
 
 @pytest.mark.parametrize(

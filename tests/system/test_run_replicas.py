@@ -8,14 +8,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.free_ports import free_port
+from tests.free_ports import free_port, two_free_ports
 from tests.warm.processes import RANKS
 
 from paceline.launch.local import wait_cluster
 from paceline.transport import SocketTransport
 
 from .running import MARK, PROMPT_S, Commands, Running, our_processes
-from .test_run import script, two_free_ports
+from .test_run import script
 
 _TOKEN = "a token for tests"
 _LINE = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,13 +10,14 @@ from typing import Annotated, Any, Final
 import typer
 
 from paceline.errors import UsageError
-from paceline.launch.engines.kubernetes import (
+from paceline.launch.engines.manifests import (
     PodOptions,
+    format_manifests,
     manifests_of_cluster,
     manifests_of_run,
     manifests_of_training,
 )
-from paceline.launch.engines.options import EngineFlags
+from paceline.launch.engines.options import EngineFlags, SlurmFlags
 from paceline.launch.run.options import RunOptions
 
 from .parameters import build_flags, expand_flags
@@ -26,14 +26,13 @@ from .roles import ClusterFlags
 _SET_BY_MANIFESTS: Final = {
     "run": (
         "node_rank", "master_addr", "master_port", "cluster", "job", "index",
-        *(field.name for field in fields(EngineFlags)),
+        *(field.name for flags in (EngineFlags, SlurmFlags) for field in fields(flags)),
     ),
     "scheduler": ("host", "port", "replaces", "token_file", "tls_cert", "tls_key", "tls_ca"),
     "train": ("scheduler", "token_file", "servers", "workers"),
 }  # fmt: skip
 """The commands that run on Kubernetes, and the options that the manifests or the cluster determine."""
-_PLAIN: Final = re.compile(r"(--)?[A-Za-z][\w./-]*")
-_WORDS_OF_YAML: Final = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
+_FOR_PODS: Final = {field.name for field in fields(PodOptions)}
 
 
 @expand_flags
@@ -70,29 +69,13 @@ def manifests(
 
     if name == "run":
         _, _, nnodes = plan_roles(build_flags(RunOptions, "options", values))  # raises UsageError for invalid options
-        found = manifests_of_run(pods, make_token(), nnodes, arguments)
+        found = manifests_of_run(pods, make_token(), nnodes, ["paceline", *command])
     elif name == "scheduler":
         build_flags(ClusterFlags, "cluster", values).parse()  # raises UsageError for invalid settings
         found = manifests_of_cluster(pods, make_token(), values["servers"], values["workers"], arguments)
     else:
         found = manifests_of_training(pods, arguments)
-    try:
-        import yaml
-    except ImportError:
-        raise UsageError(
-            "paceline manifests needs PyYAML, which is not installed: pip install 'paceline[kubernetes]'"
-        ) from None
-
-    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
-        pass
-
-    def represent(dumper: Dumper, text: str) -> Any:
-        """Quote every string that some version of YAML reads as a number, a Boolean or null."""
-        is_plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS_OF_YAML
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, None if is_plain else '"')
-
-    Dumper.add_representer(str, represent)
-    yaml.dump_all(found, sys.stdout, Dumper, sort_keys=False, width=1000, allow_unicode=True)
+    sys.stdout.write(format_manifests(found))
 
 
 def _parse(context: typer.Context, name: str, arguments: list[str]) -> Mapping[str, Any]:
@@ -102,7 +85,11 @@ def _parse(context: typer.Context, name: str, arguments: list[str]) -> Mapping[s
     parsed = group.commands[name].make_context(name, list(arguments), parent=context.parent)
     for parameter in parsed.command.params:
         source = parsed.get_parameter_source(parameter.name)
-        if parameter.name in _SET_BY_MANIFESTS[name] and source is not None and source.name == "COMMANDLINE":
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if parameter.name in _FOR_PODS:
+            raise UsageError(f"{parameter.opts[0]}: pass it before {name}, as in paceline manifests --image me/train:1")
+        if parameter.name in _SET_BY_MANIFESTS[name]:
             raise UsageError(f"{parameter.opts[0]}: leave it out, because the manifests or the cluster determine it")
     values: Mapping[str, Any] = parsed.params
     return values

@@ -15,7 +15,7 @@ import pytest
 from paceline.cli import main
 from paceline.errors import UsageError
 from paceline.launch.engines.engine import RunRole
-from paceline.launch.engines.options import EngineFlags
+from paceline.launch.engines.options import EngineFlags, SlurmFlags
 from paceline.launch.engines.slurm import Slurm, read_placement
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.setup import find_placement, plan_node
@@ -120,7 +120,9 @@ def test_options_with_addresses_override_the_step(in_step: pytest.MonkeyPatch) -
 
 
 def test_the_script_of_a_job() -> None:
-    flags = EngineFlags(on="slurm", partition="p", time="30", requeue=True, sbatch=["--gres=gpu:4", "signal=TERM@600"])
+    flags = EngineFlags(
+        slurm=SlurmFlags(partition="p", time="30", requeue=True, sbatch=["--gres=gpu:4", "signal=TERM@600"])
+    )
     ranks = RunRole(name="ranks", command=("paceline", "run", "a b.py"), num_nodes=4, num_cpus=8)
     servers = RunRole(name="servers", command=("paceline", "run", "--job", "server"), num_nodes=2, num_cpus=1)
     script = Slurm(flags, "a b").describe([servers, ranks])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,3 +80,8 @@ class RunEngine(ABC, Closing):
     @override
     def close(self) -> None:
         """Cancel the run, unless it has ended, and wait until nothing is allocated. Idempotent."""
+
+
+def report(text: str) -> None:
+    """Print a line about the run on standard error."""
+    print(f"paceline run: {text}", file=sys.stderr, flush=True)

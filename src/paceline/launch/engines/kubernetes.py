@@ -1,228 +1,226 @@
-"""Manifests for Kubernetes, as plain dictionaries.
-
-- ``job``: a Job with the completion mode Indexed, and a headless Service, through which the pods find pod 0
-- ``jobset``: a JobSet (``jobset.x-k8s.io/v1alpha2``), which restarts all pods together
-- ``trainjob``: a TrainJob of Kubeflow Trainer (``trainer.kubeflow.org/v1alpha1``), whose pods have ``PET_`` variables
-
-A cluster that stands has a Deployment and a Service for the scheduler, a StatefulSet of servers and a Deployment of
-workers.
-"""
+"""Kubernetes: create the objects of a run, follow their pods, and delete them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+import queue
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
-from paceline.command_options import option
+from typing_extensions import override
+
 from paceline.errors import UsageError
-from paceline.launch.flags import RENDEZVOUS_PORT, SCHEDULER_PORT
+from paceline.transport.security.authentication import make_token
 
-Manifest: TypeAlias = dict[str, Any]
+from .engine import RunEnd, RunEngine, RunRole, report
+from .kubernetes_api import ApiError, ClusterApi
+from .manifests import Manifest, format_manifests, manifests_of_run
+from .options import EngineFlags
+from .pod_logs import PodLog
+from .pods import PodGroup
 
-KINDS: Final = ("job", "jobset", "trainjob")
-_TLS_FOLDER: Final = "/etc/paceline/tls"
-_TLS_FILES: Final = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}  # those of cert-manager
-_GRACE_S: Final = 600
-"""Time for a server to move its rows to other servers after SIGTERM."""
-_START_S: Final = 600
-"""Time for the scheduler's image to arrive, while servers and workers wait."""
-
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
+_LABEL: Final = "paceline-run"
+"""Label of all objects of a run, with the run's identifier: objects of other runs are never deleted."""
+_PATIENCE_S: Final = 30.0
+_WAIT_S: Final = 0.5
+_POLL_S: Final = 2.0
+_DRAIN_S: Final = 30.0
+_DELETE_S: Final = 90.0
+"""Time for the pods to end, of which Kubernetes gives them 30 seconds by default."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PodOptions:
-    """The options of ``paceline manifests`` before the command. Raises UsageError for invalid values."""
+class Kubernetes(RunEngine):
+    """One Job, JobSet or TrainJob for each role, with its Secret and Service."""
 
-    image: str = option("Container image with Paceline, your script and its packages.", default=...)
-    name: str = option("Name of all objects; default paceline.", default="paceline")
-    namespace: str | None = option("Namespace; default: that of kubectl.")
-    kind: str = option("Kind of object for run: job (Indexed Job), jobset or trainjob (Kubeflow).", default="job")
-    cpus: str | None = option("Cores of each pod, such as 4 or 500m.")
-    memory: str | None = option("Memory of each pod, such as 8Gi.")
-    gpus: int | None = option("NVIDIA GPUs of each pod.", min=1)
-    volume: list[str] | None = option(
-        "PersistentVolumeClaim for every pod, as CLAIM:/path; may be given several times."
-    )
-    secret: str | None = option("Secret with the token (key token); default: a new Secret with a random token.")
-    tls_secret: str | None = option("Secret with tls.crt, tls.key and ca.crt (as from cert-manager); turns TLS on.")
-    restarts: int = option("How often a failed pod (jobset: all pods) is started again.", default=0, min=0)
+    def __init__(self, flags: EngineFlags) -> None:
+        self._pods, self._queue_timeout_s = flags.pods, flags.queue_timeout
+        self._run, self._token = secrets.token_hex(8), make_token()
+        self._requested: list[Manifest] = []
+        self._groups: list[PodGroup] = []
+        self._logs: dict[str, PodLog] = {}
+        """By the unique identifier of the pod."""
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._reported: set[str] = set()
+        self._created_s = self._polled_s = 0.0
+        self._is_unread = False
 
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UsageError(f"--kind {self.kind}: expected one of {', '.join(KINDS)}")
-        names = {"name": self.name, "namespace": self.namespace, "secret": self.secret, "tls-secret": self.tls_secret}
-        for flag, name in names.items():
-            if name is not None and not _NAME.fullmatch(name):
+    @override
+    def describe(self, roles: Sequence[RunRole]) -> str:
+        return format_manifests([manifest for role in roles for manifest in self._manifests_of(role, roles[-1])])
+
+    @override
+    def start(self, roles: Sequence[RunRole]) -> None:
+        api = self._api = ClusterApi.connect(self._pods.namespace)
+        try:
+            for role in roles:
+                created = [self._create(manifest) for manifest in self._manifests_of(role, roles[-1])]
+                self._groups.append(PodGroup(api, created[-1], role.num_nodes))
+        except ApiError as error:
+            if error.is_transient:
+                raise
+            raise UsageError(f"--on kubernetes: {error}") from None
+        self._created_s = time.monotonic()
+        for group in self._groups:
+            report(f"{group.name} is created in namespace {api.namespace}; Ctrl-C deletes it")
+
+    def _manifests_of(self, role: RunRole, last: RunRole) -> list[Manifest]:
+        """Return the manifests of a role; the last one owns its pods."""
+        pods = self._pods if role is last else replace(self._pods, name=f"{self._pods.name}-{role.name}")
+        return manifests_of_run(pods, self._token, role.num_nodes, role.command)
+
+    def _create(self, manifest: Manifest) -> Manifest:
+        """Create an object. Raises ApiError, or UsageError if an object of another run has its name."""
+        api, kind, name = self._api, manifest["kind"], manifest["metadata"]["name"]
+        manifest["metadata"]["labels"] = {_LABEL: self._run}
+        self._requested.append(manifest)
+        try:
+            return api.call("POST", api.path_of(manifest), body=manifest, patience_s=_PATIENCE_S)
+        except ApiError as error:
+            if error.status == 404:
                 raise UsageError(
-                    f"--{flag} {name}: expected a name of Kubernetes: at most 40 lower-case letters, digits and "
-                    "hyphens, with a letter first and no hyphen last"
-                )
-        for flag, quantity in (("--cpus", self.cpus), ("--memory", self.memory)):
-            if quantity is not None and not _QUANTITY.fullmatch(quantity):
-                raise UsageError(f"{flag} {quantity}: expected a quantity of Kubernetes, such as 4, 500m or 8Gi")
-        if not self.image or not self.image.isprintable() or " " in self.image:
-            raise UsageError(f"--image {self.image!r}: expected the name of an image, such as me/train:1")
-        for volume, (claim, path) in zip(self.volume or (), self.volumes, strict=True):
-            if not claim or not path.startswith("/"):
-                raise UsageError(f"--volume {volume}: expected the name of a claim and a path, such as data:/data")
-        paths = [path for _, path in self.volumes]
-        if len({*paths, _TLS_FOLDER}) <= len(paths):
-            raise UsageError(f"--volume: two volumes have one path, or the path {_TLS_FOLDER}")
-        settings = {"volume": self.volume, "tls-secret": self.tls_secret, "restarts": self.restarts}
-        for flag, value in settings.items() if self.kind == "trainjob" else ():
-            if value:
-                raise UsageError(f"--kind trainjob: --{flag} belongs into the training runtime of Kubeflow")
+                    f"--on kubernetes: no namespace {api.namespace} or no kind {kind} in the cluster. Create or "
+                    "install it, or pass another --namespace or --kind"
+                ) from None
+            if error.status != 409:
+                raise
+        # An earlier request may have succeeded without a reply.
+        found = api.call("GET", self._path_of(manifest), patience_s=_PATIENCE_S)
+        if not self._is_own(found):
+            raise UsageError(
+                f"--name {self._pods.name}: {kind} {name} exists in namespace {api.namespace}, from another run. Pass "
+                f"another --name, or delete it: {self._deletion_of(manifest)}"
+            )
+        return found
 
-    @property
-    def volumes(self) -> list[tuple[str, str]]:
-        """The claims with their paths."""
-        parts = (volume.partition(":") for volume in self.volume or ())
-        return [(claim, path) for claim, _, path in parts]
+    @override
+    def poll(self) -> RunEnd | None:
+        self._print_lines(_WAIT_S)
+        if not self._groups or time.monotonic() < self._polled_s + _POLL_S:
+            return None
+        self._polled_s = time.monotonic()
+        for group in self._groups:
+            try:
+                group.refresh()
+            except ApiError as error:
+                if error.is_transient:
+                    self._report_once(f"{error}. The run continues")
+                    return None
+                if error.status == 404:
+                    return RunEnd(1, f"{group.name} was deleted, so its exit status is unknown")
+                return RunEnd(1, str(error))
+        self._follow_logs()
+        return self._find_end() or self._check_start()
 
-    @property
-    def scheduler(self) -> str:
-        """The scheduler's address within the cluster."""
-        return f"{self.name}-scheduler:{SCHEDULER_PORT}"
+    def _find_end(self) -> RunEnd | None:
+        """Return the end of the last role or of a role that has failed, once the output of its pods is printed."""
+        ends = [group.find_end() for group in self._groups]
+        end = ends[-1] or next((end for end in ends if end is not None and end.status), None)
+        if end is not None:
+            ended = [self._logs[pod.uid] for group in self._groups for pod in group.pods if self._is_ended(pod.uid)]
+            deadline_s = time.monotonic() + _DRAIN_S
+            while not all(log.is_read for log in ended) and time.monotonic() < deadline_s:
+                self._print_lines(_WAIT_S / 10)
+            self._print_lines(0.0)
+        return end
 
+    def _is_ended(self, uid: str) -> bool:
+        return uid in self._logs and self._logs[uid].is_over
 
-def manifests_of_run(pods: PodOptions, token: str, nnodes: int, command: Sequence[str]) -> list[Manifest]:
-    """Return the manifests for ``paceline run`` on several pods; `command` are the arguments after ``run``.
+    def _check_start(self) -> RunEnd | None:
+        """Report how many pods have started; return the end of a run that cannot start."""
+        waiting = [group for group in self._groups if not group.has_started]
+        is_late = self._queue_timeout_s is not None and time.monotonic() >= self._created_s + self._queue_timeout_s
+        for group in waiting or self._groups:
+            text, never_starts = group.describe_start()
+            if group in waiting and never_starts:
+                return RunEnd(1, f"{text}. The run cannot start and is deleted")
+            if group in waiting and is_late:
+                return RunEnd(1, f"{text} within {self._queue_timeout_s:g} s. The run is deleted")
+            self._report_once(text)
+        return None
 
-    The `token` is unused if the options name a Secret, or if there is one pod.
-    """
-    one_pod = nnodes == 1
-    secret = [] if one_pod or pods.secret else [_secret(pods, token)]
-    host = f"{pods.name}-node-0-0.{pods.name}" if pods.kind == "jobset" else f"{pods.name}-0.{pods.name}"
-    node = ["--node-rank", "$(JOB_COMPLETION_INDEX)", "--master-addr", host, "--master-port", str(RENDEZVOUS_PORT)]
-    has_variables = one_pod or pods.kind == "trainjob"
-    pod = _pod(pods, ["run", *([] if has_variables else node), *_escape(command)], has_token=not one_pod)
-    if pods.kind == "trainjob":
-        return [*secret, _train_job(pods, nnodes, pod["containers"][0])]
-    indexed = {"completionMode": "Indexed", "completions": nnodes, "parallelism": nnodes}
-    if pods.kind == "jobset":
-        job = {**indexed, "backoffLimit": 0, "template": _template(pods, "node", pod)}
-        jobs = [{"name": "node", "replicas": 1, "template": {"spec": job}}]
-        network = {"enableDNSHostnames": True, "subdomain": pods.name, "publishNotReadyAddresses": True}
-        specification = {"network": network, "failurePolicy": {"maxRestarts": pods.restarts}, "replicatedJobs": jobs}
-        return [*secret, _object(pods, "jobset.x-k8s.io/v1alpha2", "JobSet", pods.name, specification)]
-    # If one node fails, the others end too, and Kubernetes counts each.
-    limit = pods.restarts * nnodes
-    job = {**indexed, "backoffLimit": limit, "template": _template(pods, "node", {**pod, "subdomain": pods.name})}
-    service = [] if one_pod else [_headless(pods, pods.name, "node")]
-    return [*secret, *service, _object(pods, "batch/v1", "Job", pods.name, job)]
+    def _follow_logs(self) -> None:
+        for pod in (pod for group in self._groups for pod in group.pods):
+            if pod.has_started and pod.uid not in self._logs:
+                self._logs[pod.uid] = PodLog(self._api, pod.name, self._lines.put)
+                self._logs[pod.uid].start()
+            if pod.is_over and pod.uid in self._logs:
+                self._logs[pod.uid].is_over = True
 
+    def _print_lines(self, seconds: float) -> None:
+        """Wait for lines of the logs, and print those that are present."""
+        deadline_s = time.monotonic() + seconds
+        lines: list[bytes] = []
+        while not lines or not self._lines.empty():
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            try:
+                lines.append(self._lines.get(timeout=left_s))
+            except queue.Empty:
+                break
+        if lines and not self._is_unread:
+            try:
+                sys.stdout.buffer.write(b"".join(lines))
+                sys.stdout.buffer.flush()
+            except BrokenPipeError:
+                self._is_unread = True  # the objects still have to be deleted
+                raise
 
-def manifests_of_cluster(
-    pods: PodOptions, token: str, num_servers: int, num_workers: int, command: Sequence[str]
-) -> list[Manifest]:
-    """Return the manifests for a cluster that stands; `command` are the arguments after ``scheduler``."""
-    join = ["--scheduler", pods.scheduler, "--wait", str(_START_S)]
-    # A scheduler that is started again waits for the members of its predecessor, and takes over the cluster.
-    scheduler = _pod(pods, ["scheduler", "--host", "0.0.0.0", "--replaces", *_escape(command)], role="scheduler")
-    scheduler["containers"][0]["ports"] = [{"containerPort": SCHEDULER_PORT}]
-    server = _pod(pods, ["server", "--host", "0.0.0.0", *join], role="server")
-    server["terminationGracePeriodSeconds"] = _GRACE_S
-    worker = _pod(pods, ["worker", *join], role="worker")
-    service = {
-        "selector": _labels(pods, "scheduler"),
-        "ports": [{"port": SCHEDULER_PORT}],
-        "publishNotReadyAddresses": True,
-    }
-    servers = {"serviceName": f"{pods.name}-server", "podManagementPolicy": "Parallel"}
-    return [
-        *([] if pods.secret else [_secret(pods, token)]),
-        _object(pods, "v1", "Service", f"{pods.name}-scheduler", service),
-        _replicated(pods, "Deployment", "scheduler", 1, scheduler, {"strategy": {"type": "Recreate"}}),
-        _headless(pods, f"{pods.name}-server", "server"),
-        _replicated(pods, "StatefulSet", "server", num_servers, server, servers),
-        _replicated(pods, "Deployment", "worker", num_workers, worker, {}),
-    ]
+    @override
+    def close(self) -> None:
+        requested, self._requested, self._groups = self._requested, [], []
+        try:
+            deleted = [manifest for manifest in reversed(requested) if self._delete(manifest)]
+            self._wait_deleted(deleted)
+        finally:
+            for log in self._logs.values():
+                log.close()
+            self._logs = {}
+            self._print_lines(0.0)
 
+    def _delete(self, manifest: Manifest) -> bool:
+        """Delete an object, unless it is of another run; return whether it still has to end."""
+        path = self._path_of(manifest)
+        try:
+            found = self._api.call("GET", path, patience_s=_PATIENCE_S)
+            if not self._is_own(found):
+                return False
+            options = {"propagationPolicy": "Foreground", "preconditions": {"uid": found["metadata"]["uid"]}}
+            self._api.call("DELETE", path, body=options, patience_s=_PATIENCE_S)
+        except ApiError as error:
+            if error.status not in (404, 409):  # deleted, and perhaps created again by another run
+                report(f"{manifest['kind']} is not deleted: {error}. Run `{self._deletion_of(manifest)}`")
+            return False
+        return True
 
-def manifests_of_training(pods: PodOptions, command: Sequence[str]) -> list[Manifest]:
-    """Return a Job for ``paceline train`` on the cluster of this name; `command` are the arguments after ``train``."""
-    pod = _pod(pods, ["train", "--scheduler", pods.scheduler, *_escape(command)], role="train")
-    job = {"backoffLimit": pods.restarts, "template": _template(pods, "train", pod)}
-    return [_object(pods, "batch/v1", "Job", f"{pods.name}-train", job)]
+    def _wait_deleted(self, manifests: list[Manifest]) -> None:
+        deadline_s = time.monotonic() + _DELETE_S
+        while manifests and time.monotonic() < deadline_s:
+            try:
+                if not self._is_own(self._api.call("GET", self._path_of(manifests[0]))):
+                    manifests.pop(0)
+                    continue
+            except ApiError as error:
+                if not error.is_transient:
+                    manifests.pop(0)
+                    continue
+            self._print_lines(_WAIT_S)
+        for manifest in manifests:
+            report(f"{manifest['kind']} still exists after {_DELETE_S:g} s. Check `{self._deletion_of(manifest)}`")
 
+    def _path_of(self, manifest: Manifest) -> str:
+        return f"{self._api.path_of(manifest)}/{manifest['metadata']['name']}"
 
-def _escape(arguments: Sequence[str]) -> list[str]:
-    """Return arguments in which Kubernetes expands no variable. Raises UsageError for arguments that are not UTF-8."""
-    for argument in arguments:
-        if any("\ud800" <= letter <= "\udfff" for letter in argument):
-            raise UsageError(f"the argument {argument!r} is not UTF-8, so a manifest cannot have it")
-    return [argument.replace("$", "$$") for argument in arguments]
+    def _is_own(self, found: Manifest) -> bool:
+        return bool(found["metadata"].get("labels", {}).get(_LABEL) == self._run)
 
+    def _deletion_of(self, manifest: Manifest) -> str:
+        kind, name = manifest["kind"].lower(), manifest["metadata"]["name"]
+        return f"kubectl delete {kind} {name} --namespace {self._api.namespace}"
 
-def _labels(pods: PodOptions, role: str) -> dict[str, str]:
-    labels = {"name": "paceline", "instance": pods.name, "component": role}
-    return {f"app.kubernetes.io/{name}": value for name, value in labels.items()}
-
-
-def _object(
-    pods: PodOptions, version: str, kind: str, name: str, content: Mapping[str, Any], field: str = "spec"
-) -> Manifest:
-    metadata = {"name": name} if pods.namespace is None else {"name": name, "namespace": pods.namespace}
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, field: content}
-
-
-def _secret(pods: PodOptions, token: str) -> Manifest:
-    return _object(pods, "v1", "Secret", f"{pods.name}-token", {"token": token}, "stringData")
-
-
-def _template(pods: PodOptions, role: str, pod: Mapping[str, Any]) -> Manifest:
-    return {"metadata": {"labels": _labels(pods, role)}, "spec": pod}
-
-
-def _headless(pods: PodOptions, name: str, role: str) -> Manifest:
-    specification = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(pods, role)}
-    return _object(pods, "v1", "Service", name, specification)
-
-
-def _replicated(
-    pods: PodOptions, kind: str, role: str, number: int, pod: Manifest, settings: Mapping[str, Any]
-) -> Manifest:
-    specification = {
-        "replicas": number,
-        "selector": {"matchLabels": _labels(pods, role)},
-        **settings,
-        "template": _template(pods, role, {**pod, "restartPolicy": "Always"}),
-    }
-    return _object(pods, "apps/v1", kind, f"{pods.name}-{role}", specification)
-
-
-def _pod(pods: PodOptions, arguments: Sequence[str], *, role: str = "node", has_token: bool = True) -> Manifest:
-    container: dict[str, Any] = {"name": role, "image": pods.image, "command": ["paceline", *arguments]}
-    variables: list[dict[str, Any]] = []
-    if has_token:
-        key = {"name": pods.secret or f"{pods.name}-token", "key": "token"}
-        variables.append({"name": "PACELINE_TOKEN", "valueFrom": {"secretKeyRef": key}})
-    mounts: list[dict[str, Any]] = []
-    volumes: list[dict[str, Any]] = []
-    for number, (claim, path) in enumerate(pods.volumes):
-        mounts.append({"name": f"volume{number}", "mountPath": path})
-        volumes.append({"name": f"volume{number}", "persistentVolumeClaim": {"claimName": claim}})
-    if pods.tls_secret is not None:
-        variables += [
-            {"name": f"PACELINE_TLS_{name}", "value": f"{_TLS_FOLDER}/{file}"} for name, file in _TLS_FILES.items()
-        ]
-        mounts.append({"name": "tls", "mountPath": _TLS_FOLDER, "readOnly": True})
-        volumes.append({"name": "tls", "secret": {"secretName": pods.tls_secret}})
-    quantities = {"cpu": pods.cpus, "memory": pods.memory, "nvidia.com/gpu": pods.gpus and str(pods.gpus)}
-    resources = {name: quantity for name, quantity in quantities.items() if quantity}
-    container |= {"env": variables} if variables else {}
-    container |= {"resources": {"requests": resources, "limits": dict(resources)}} if resources else {}
-    container |= {"volumeMounts": mounts} if mounts else {}
-    return {"restartPolicy": "Never", "containers": [container], **({"volumes": volumes} if volumes else {})}
-
-
-def _train_job(pods: PodOptions, nnodes: int, container: Mapping[str, Any]) -> Manifest:
-    trainer = {"image": container["image"], "numNodes": nnodes, "command": container["command"]}
-    trainer |= {"env": container["env"]} if "env" in container else {}
-    trainer |= {"resourcesPerNode": container["resources"]} if "resources" in container else {}
-    specification = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
-    return _object(pods, "trainer.kubeflow.org/v1alpha1", "TrainJob", pods.name, specification)
+    def _report_once(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
+            report(text)

@@ -19,7 +19,7 @@ from paceline.environment import parse_integer
 from paceline.errors import PeerError, UsageError, printable
 from paceline.meeting.node_list import parse_node_list, parse_repeated
 
-from .engine import Placement, RunEnd, RunEngine, RunRole
+from .engine import Placement, RunEnd, RunEngine, RunRole, report
 from .options import EngineFlags
 
 _NOTICE_S: Final = 120
@@ -49,8 +49,9 @@ class Slurm(RunEngine):
 
     def __init__(self, flags: EngineFlags, name: str) -> None:
         """`name` is the name of the job. Raises UsageError for options that a script cannot hold."""
-        self._flags, self._name = flags, re.sub(r"[^\w.-]", "_", name)
-        for value in (flags.partition, flags.time, *(flags.sbatch or ())):
+        self._flags, self._queue_timeout_s = flags.slurm, flags.queue_timeout
+        self._name = re.sub(r"[^\w.-]", "_", name)
+        for value in (self._flags.partition, self._flags.time, *(self._flags.sbatch or ())):
             if value is not None and (not value.strip() or not value.isprintable()):
                 raise UsageError(f"--on slurm: an option of sbatch is {value!r}, expected one line of text")
         self._job: str | None = None
@@ -113,7 +114,7 @@ class Slurm(RunEngine):
         if self._job is None:
             raise PeerError(f"sbatch printed {printable(output, _SHOWN_CHARS)!r}, expected the number of a job")
         self._submitted_s = time.monotonic()
-        _report(f"Slurm job {self._job} is submitted; Ctrl-C cancels it")
+        report(f"Slurm job {self._job} is submitted; Ctrl-C cancels it")
 
     @override
     def poll(self) -> RunEnd | None:
@@ -144,14 +145,14 @@ class Slurm(RunEngine):
             self._print_output()
             job, self._job = self._job, None
             if self._output is None and self._has_started:
-                _report(f"the output {output} is not visible here: this machine does not share its folder with nodes")
+                report(f"the output {output} is not visible here: this machine does not share its folder with nodes")
             return _end_of(job, state, reason, fields)
         text = f"job {self._job} is {state.lower()}"
         if state in _WAITING:
             text += f": {reason}" if reason != "None" else ""
             if _NEVER_STARTS.fullmatch(reason):
                 return RunEnd(1, f"job {self._job} cannot start: {reason}. It is cancelled")
-            limit = self._flags.queue_timeout
+            limit = self._queue_timeout_s
             if limit is not None and time.monotonic() >= self._submitted_s + limit and not self._has_started:
                 return RunEnd(1, f"job {self._job} has not started within {limit:g} s: {reason}. It is cancelled")
         else:
@@ -160,7 +161,7 @@ class Slurm(RunEngine):
             self._open_output(output)
         if text != self._reported and state != "COMPLETING":
             self._reported = text
-            _report(text)
+            report(text)
         return None
 
     @override
@@ -169,7 +170,7 @@ class Slurm(RunEngine):
         if job is not None:
             done = _call("scancel", job)
             if done.returncode:
-                _report(f"job {job} is not cancelled: {_last_error(done.stderr)}. Run `scancel {job}`")
+                report(f"job {job} is not cancelled: {_last_error(done.stderr)}. Run `scancel {job}`")
                 return
             deadline_s = time.monotonic() + _CANCEL_S
             while time.monotonic() < deadline_s:
@@ -179,7 +180,7 @@ class Slurm(RunEngine):
                 self._print_output()
                 time.sleep(0.5)
             else:
-                _report(f"job {job} still ends after {_CANCEL_S:g} s; check it with squeue")
+                report(f"job {job} still ends after {_CANCEL_S:g} s; check it with squeue")
         if self._output is not None:
             self._print_output()
             self._output.close()
@@ -296,7 +297,3 @@ def _last_error(text: str) -> str:
 
 def _number(variables: Mapping[str, str], name: str) -> int:
     return parse_integer(name, variables.get(name, ""))
-
-
-def _report(text: str) -> None:
-    print(f"paceline run: {text}", file=sys.stderr, flush=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from paceline.command_options import words_of
 from paceline.errors import UsageError
-from paceline.launch.engines.engine import RunRole
+from paceline.launch.engines.engine import RunEngine, RunRole, report
+from paceline.launch.engines.kubernetes import Kubernetes
 from paceline.launch.engines.options import EngineFlags
 from paceline.launch.engines.slurm import Slurm
 from paceline.launch.engines.ssh import Ssh, parse_hosts
@@ -16,19 +17,24 @@ from paceline.launch.run.options import RunOptions
 from paceline.launch.run.run import check_script
 from paceline.launch.run.setup import plan_roles
 
-_ENGINES = {"slurm": Slurm}
+_ENGINES = ("slurm", "kubernetes")
 
 
 def run_on_engine(options: RunOptions) -> int:
     """Run a script on the engine of `--on`, or on `--hosts`; return its status. Raises UsageError."""
     flags = options.engine
-    if flags.hosts is None and flags.on not in _ENGINES:
-        raise UsageError(f"--on {flags.on}: expected one of {', '.join(_ENGINES)}")
-    check_script(options)
+    if flags.hosts is None:
+        if flags.on not in _ENGINES:
+            raise UsageError(f"--on {flags.on}: expected one of {', '.join(_ENGINES)}")
+        flags.check_only(flags.on)
+    check_script(options, is_here=flags.on != "kubernetes")
     assert options.script is not None
-    engine_type = Ssh if flags.hosts is not None else _ENGINES[str(flags.on)]
-    engine = engine_type(flags, Path(options.script).stem)
-    roles = roles_of(options)
+    roles, name = roles_of(options), Path(options.script).stem
+    engine: RunEngine
+    if flags.hosts is not None:
+        engine = Ssh(flags, name)
+    else:
+        engine = Kubernetes(flags) if flags.on == "kubernetes" else Slurm(flags, name)
     if flags.dry_run:
         print(engine.describe(roles), end="")
         return 0
@@ -37,7 +43,7 @@ def run_on_engine(options: RunOptions) -> int:
         while (ended := engine.poll()) is None:
             pass
     if ended.reason is not None:
-        print(f"paceline run: {ended.reason}", file=sys.stderr)
+        report(ended.reason)
     return ended.status
 
 
@@ -53,6 +59,10 @@ def roles_of(options: RunOptions) -> list[RunRole]:
     threads = 1 if options.threads is None else options.threads
     if threads < 1:
         raise UsageError(f"--threads {threads}: expected 1 or more")
+    if options.engine.on == "kubernetes":  # the image has a Python of its own, and each pod runs a part of the servers
+        words = words_of(replace(options, engine=EngineFlags()))
+        command = ("paceline", "run", *words, *script)
+        return [RunRole(name="ranks", command=command, num_nodes=nnodes, num_cpus=num_ranks * threads)]
     command = (sys.executable, "-m", "paceline", "run")
     words = words_of(replace(inner, job="worker") if num_servers else inner)
     ranks = RunRole(
@@ -74,7 +84,7 @@ def _on_hosts(options: RunOptions, text: str) -> tuple[RunOptions, tuple[int, ..
     """Return the options with the number of nodes, and the number of ranks on each host, if given."""
     hosts = parse_hosts(text)
     if others := words_of(replace(options.engine, hosts=None, dry_run=False)):
-        raise UsageError(f"{others[0]} is for a job of Slurm, not for --hosts {text}. Leave {others[0]} out")
+        raise UsageError(f"{others[0]} is for --on, not for --hosts {text}. Leave {others[0]} out")
     if options.nnodes is not None:
         raise UsageError(f"--nodes {options.nnodes}: --hosts {text} has the number of nodes. Leave --nodes out")
     if hosts.num_ranks is not None and options.nproc_per_node is not None:

@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.command_options import words_of
 from paceline.errors import UsageError
 from paceline.filters import parse_filters
 from paceline.filters.gradients import gradient_filters
@@ -57,8 +56,7 @@ def run_script(options: RunOptions) -> int:
     check_script(options)
     if options.threads is not None and options.threads < 1:
         raise UsageError(f"--threads {options.threads}: expected 1 or more")
-    if others := words_of(options.engine):
-        raise UsageError(f"{others[0]} is for --on slurm. Pass --on slurm too, or leave {others[0]} out")
+    options.engine.check_only(None)
     placement = find_placement(options)
     setup = plan_node(options, placement) if options.cluster is None else plan_cluster(options)
     stale = str(Accept() if options.stale is None else parse_stale_policy(options.stale))
@@ -217,7 +215,8 @@ def _run_ranks(
 # Checks before the start of any process.
 
 
-def check_script(options: RunOptions) -> None:
+def check_script(options: RunOptions, *, is_here: bool = True) -> None:
+    """Raise UsageError for a missing or wrong script; with `is_here`, also if it is not on this machine."""
     script = options.script
     if script is None:
         if options.job == "server":
@@ -225,7 +224,9 @@ def check_script(options: RunOptions) -> None:
         raise UsageError("no script. Pass its path, as in paceline run [options] SCRIPT [arguments of the script]")
     if options.job == "server":
         raise UsageError(f"--job server runs no script. Leave {script} out")
-    if options.module:
+    if not is_here:
+        pass
+    elif options.module:
         _check_module(script)
     elif not Path(script).exists():
         raise UsageError(f"no script {script}. Pass options of 'paceline run' before the script and its own after it")

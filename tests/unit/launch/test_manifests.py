@@ -13,7 +13,7 @@ from kubeflow_trainer_api import models
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.launch.engines.kubernetes import (
+from paceline.launch.engines.manifests import (
     PodOptions,
     manifests_of_cluster,
     manifests_of_run,
@@ -53,7 +53,11 @@ def by_kind(manifests: list[dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
 def test_manifests_of_a_script_are_valid(pods: PodOptions, kind: str, nnodes: int) -> None:
     if kind == "trainjob":
         pods = dataclasses.replace(pods, volume=None, tls_secret=None, restarts=0)
-    check(manifests_of_run(dataclasses.replace(pods, kind=kind), "token", nnodes, ["--nnodes", "4", "train.py"]))
+    check(
+        manifests_of_run(
+            dataclasses.replace(pods, kind=kind), "token", nnodes, ["paceline", "run", "--nnodes", "4", "train.py"]
+        )
+    )
 
 
 @pytest.mark.parametrize("pods", [PODS, SMALL], ids=["all options", "no options"])
@@ -76,12 +80,15 @@ def test_an_unknown_field_is_found() -> None:
 
 @pytest.mark.parametrize(("kind", "host"), [("job", "demo-0.demo"), ("jobset", "demo-node-0-0.demo")])
 def test_pods_find_pod_0(kind: str, host: str) -> None:
-    manifests = by_kind(manifests_of_run(dataclasses.replace(PODS, kind=kind), "t", 4, ["--nnodes", "4", "train.py"]))
+    manifests = by_kind(
+        manifests_of_run(dataclasses.replace(PODS, kind=kind), "t", 4, ["paceline", "run", "--nnodes", "4", "train.py"])
+    )
     job = manifests["Job"] if kind == "job" else manifests["JobSet"]["spec"]["replicatedJobs"][0]["template"]
     pod = job["spec"]["template"]["spec"]
-    command = " ".join(pod["containers"][0]["command"])
-    assert f"--node-rank $(JOB_COMPLETION_INDEX) --master-addr {host} " in command
-    assert command.endswith("--nnodes 4 train.py")
+    container = pod["containers"][0]
+    assert container["command"] == ["paceline", "run", "--nnodes", "4", "train.py"]
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert (variables["PET_NNODES"], variables["PET_MASTER_ADDR"]) == ("4", host)
     if kind == "job":
         assert pod["subdomain"] == manifests["Service"]["metadata"]["name"] == "demo"
         assert manifests["Service"]["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
@@ -91,7 +98,8 @@ def test_a_secret_that_exists_is_used() -> None:
     manifests = manifests_of_run(dataclasses.replace(PODS, secret="mine"), "t", 2, ["train.py"])
     assert "Secret" not in by_kind(manifests)
     container = by_kind(manifests)["Job"]["spec"]["template"]["spec"]["containers"][0]
-    assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "token"}
+    (origin,) = (variable["valueFrom"] for variable in container["env"] if variable["name"] == "PACELINE_TOKEN")
+    assert origin["secretKeyRef"] == {"name": "mine", "key": "token"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""The log of a pod, read in a thread from its first line to its last, also over several connections."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from .kubernetes_api import ApiError, ClusterApi
+from .manifests import CONTAINER
+
+_PAUSE_S: Final = 0.5
+_CLOSE_S: Final = 5.0
+"""Time for the thread to end. It may wait for an API server that does not answer."""
+
+
+class PodLog:
+    """Passes each line of a pod's log to `write`, once and in order."""
+
+    def __init__(self, api: ClusterApi, pod: str, write: Callable[[bytes], None]) -> None:
+        self.is_over = False
+        """Whether the pod has ended. Set it, so that reading ends after the last line."""
+        self._api, self._pod, self._write = api, pod, write
+        self._last, self._last_key, self._num_last = "", ("", ""), 0
+        """Time of the last line, the same for comparisons, and number of lines with this time."""
+        self._response: Any = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"log of {pod}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether reading has ended."""
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """End reading. Idempotent."""
+        self._closed.set()
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # there is no connection, or it ends just now
+            self._response.shutdown()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            was_over = self.is_over
+            try:
+                self._read(is_last=was_over)
+            except ApiError as error:
+                if error.status == 404 or (was_over and not error.is_transient):
+                    return  # the pod was deleted, or its container never ran
+            else:
+                if was_over:
+                    return
+            self._closed.wait(_PAUSE_S)
+
+    def _read(self, *, is_last: bool) -> None:
+        """Read from the last line on. The end of the stream may cut a line, unless the pod has ended before."""
+        query = {"container": CONTAINER, "follow": "true", "timestamps": "true"}
+        if self._last:
+            query["sinceTime"] = self._last
+        known, num_known = self._last_key, self._num_last
+        with self._api.open_log(self._pod, query) as response:
+            self._response = response
+            for line in response:
+                if self._closed.is_set():
+                    return
+                time, _, text = line.partition(b" ")
+                key = _key_of(time.decode(errors="replace"))
+                if key < known or not (is_last or line.endswith(b"\n")):
+                    continue
+                if key == known and num_known:
+                    num_known -= 1
+                    continue
+                self._num_last = self._num_last + 1 if key == self._last_key else 1
+                self._last, self._last_key = time.decode(errors="replace"), key
+                self._write(text if text.endswith(b"\n") else text + b"\n")
+
+
+def _key_of(time: str) -> tuple[str, str]:
+    """Return the seconds and the fraction of a time; the fraction may have any number of digits."""
+    seconds, _, fraction = time.rstrip("Z").partition(".")
+    return seconds, fraction.ljust(9, "0")

@@ -1,0 +1,260 @@
+"""``paceline run --on kubernetes`` on a small API server, whose pods are processes of this machine."""
+
+from __future__ import annotations
+
+import copy
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.cli import main
+from paceline.launch.engines.engine import RunEnd, RunRole
+from paceline.launch.engines.kubernetes import Kubernetes
+from paceline.launch.engines.manifests import PodOptions
+from paceline.launch.engines.options import EngineFlags
+
+from .kubernetes_cluster import KubernetesCluster
+from .running import Commands
+
+_CONNECT = """
+import paceline.collectives as collectives, os
+group = collectives.init()
+print(os.environ["PACELINE_STRATEGY"], group.size, flush=True)
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesCluster]:
+    cluster = KubernetesCluster(tmp_path)
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.config))
+    monkeypatch.setattr("paceline.launch.engines.kubernetes._POLL_S", 0.0)
+    monkeypatch.setattr("paceline.launch.engines.kubernetes._WAIT_S", 0.1)
+    monkeypatch.setattr("paceline.launch.engines.kubernetes._PATIENCE_S", 2.0)
+    monkeypatch.setattr("paceline.launch.engines.kubernetes_api._PAUSE_S", 0.05)
+    monkeypatch.setattr("paceline.launch.engines.pod_logs._PAUSE_S", 0.05)
+    yield cluster
+    cluster.close()
+
+
+def follow(program: str, *, num_nodes: int = 1, timeout_s: float | None = None, **options: Any) -> RunEnd:
+    """Run a program in Python on pods."""
+    role = RunRole(name="ranks", command=(sys.executable, "-uc", program), num_nodes=num_nodes, num_cpus=1)
+    flags = EngineFlags(queue_timeout=timeout_s, pods=PodOptions(image="image", name="demo", **options))
+    deadline = time.monotonic() + 60.0
+    with Kubernetes(flags) as engine:
+        engine.start([role])
+        while (end := engine.poll()) is None:
+            assert time.monotonic() < deadline
+    return end
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Run the command in this process; return its status."""
+    monkeypatch.setattr("paceline.cli.raise_on_sigterm", lambda: None)
+    start = ["paceline", "run", "--on", "kubernetes", "--image", "image", "--name", "demo"]
+    monkeypatch.setattr(sys, "argv", [*start, *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(str(end.value.code or 0))
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+def test_a_script_on_two_pods(paceline: Commands, cluster: KubernetesCluster, kind: str) -> None:
+    (cluster.folder / "script.py").write_text(_CONNECT)
+    paceline.environment["KUBECONFIG"] = str(cluster.config)
+    options = ("--image", "image", "--kind", kind, "--nodes", "2", "--strategy", "parameter-server", "--servers", "2")
+    finished = paceline.run("run", "--on", "kubernetes", *options, "script.py", "$(X)")
+    assert finished.status == 0, finished
+    assert sorted(finished.out.splitlines()) == [f"[rank {rank}] parameter-server 2" for rank in (0, 1)]
+    assert cluster.objects == {}
+
+
+def test_the_dry_run_prints_the_manifests(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--nnodes", "2", "--strategy", "all-reduce", "not-here.py", "$(X)")
+    assert command(monkeypatch, "--dry-run", *words) == 0
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["paceline", "manifests", "--image", "image", "--name", "demo", "run", *words])
+    main()
+    objects = [[*yaml.safe_load_all(text)] for text in (printed, capsys.readouterr().out)]
+    for each in objects:
+        assert len(each[0]["stringData"].pop("token")) >= 16
+        pod = each[-1]["spec"]["template"]["spec"]["containers"][0]
+        pod["command"] = sorted(pod["command"])
+    assert objects[0] == objects[1]
+
+
+def test_each_line_is_printed_once_over_several_connections(
+    cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster.dropped_after = [3, 0, 150]
+    assert follow("for n in range(300): print(n)\nprint('end', end='')") == RunEnd(0, None)
+    assert capfd.readouterr().out.splitlines() == [*map(str, range(300)), "end"]
+    assert cluster.dropped_after == []
+
+
+def test_the_status_of_the_pod_that_failed(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:
+    end = follow(
+        "import os, sys, time\nif os.environ['PET_NODE_RANK'] == '1': sys.exit(3)\ntime.sleep(60)", num_nodes=2
+    )
+    assert end.status == 3
+    assert end.reason is not None
+    assert "pod demo-1-abc ended with status 3" in end.reason
+    assert cluster.objects == {}
+    assert follow("import os; os.kill(os.getpid(), 9)").status == 137
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "reason"),
+    [
+        ({"unscheduled": "0/4 nodes are available: 4 Insufficient cpu"}, {}, "4 Insufficient cpu"),
+        ({"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}, {}, "ImagePullBackOff: not found"),
+        ({}, {"secret": "mine"}, 'secret "mine" not found'),
+        ({"warnings": ["exceeded quota: cpu"]}, {}, "0 of 2 pods have started; FailedCreate: exceeded quota: cpu"),
+        ({"waiting": {"reason": "ContainerCreating"}}, {}, "0 of 2 pods have started within 1 s"),
+    ],
+)
+def test_pods_that_do_not_start(
+    cluster: KubernetesCluster, fault: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    for name, value in fault.items():
+        setattr(cluster, name, value)
+    end = follow("", num_nodes=2, timeout_s=1.0, **options)
+    assert end.status == 1
+    assert end.reason is not None
+    assert reason in end.reason
+    assert cluster.objects == {}
+
+
+def test_an_invalid_image_ends_the_run(cluster: KubernetesCluster) -> None:
+    cluster.waiting = {"reason": "InvalidImageName", "message": "couldn't parse image"}
+    end = follow("")
+    assert end.reason is not None
+    assert "InvalidImageName: couldn't parse image. The run cannot start" in end.reason
+
+
+@pytest.mark.parametrize(
+    ("status", "expected", "text"),
+    [
+        (401, 2, "rejects your credentials (401): injected. Log in again"),
+        (403, 2, "does not permit the request (403): injected"),
+        (404, 2, "no namespace ml or no kind Job in the cluster"),
+        (409, 2, "Job demo exists in namespace ml, from another run"),
+        (429, 1, "is overloaded (429): injected. Try again later"),
+        (500, 1, "failed (500): injected. Try again later"),
+    ],
+)
+def test_errors_of_the_api_server_are_one_sentence(
+    cluster: KubernetesCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    status: int,
+    expected: int,
+    text: str,
+) -> None:
+    if status == 409:
+        cluster.create("/apis/batch/v1/namespaces/ml/jobs/demo", _other_job())
+    before = copy.deepcopy(cluster.objects)
+    cluster.failures = [] if status == 409 else [("POST", "/jobs", status)] * 100
+    assert command(monkeypatch, "--nodes", "2", "train.py") == expected
+    errors = capfd.readouterr().err
+    assert text in errors
+    assert errors.count("\n") == 1
+    assert {*cluster.objects} == {*before}
+    cluster.objects.clear()
+
+
+def _other_job() -> dict[str, Any]:
+    container = {"name": "node", "command": ["true"]}
+    return {
+        "kind": "Job",
+        "metadata": {"name": "demo"},
+        "spec": {"completions": 0, "template": {"spec": {"containers": [container]}}},
+    }
+
+
+def test_a_server_that_fails_for_some_time(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:
+    lost = [("POST", "/secrets", 0), ("POST", "/jobs", 500), ("POST", "/jobs", 0), ("DELETE", "/services", 429)]
+    cluster.failures = [*lost, ("GET", "/jobs", 503), ("GET", "/jobs", 0), ("GET", "/pods", 429), ("GET", "/log", 500)]
+    assert follow("print('hello')", num_nodes=2) == RunEnd(0, None)
+    output, errors = capfd.readouterr()
+    assert output == "hello\nhello\n"
+    assert errors.count("The run continues") == 1
+    assert cluster.failures == []
+    assert cluster.objects == {}
+
+
+def test_a_rejection_while_the_run_is_followed(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:
+    cluster.failures = [("GET", "/pods", 403), ("DELETE", "/jobs", 403)]
+    end = follow("import time; time.sleep(60)")
+    assert end.reason is not None
+    assert "does not permit" in end.reason
+    assert "Run `kubectl delete job demo --namespace ml`" in capfd.readouterr().err
+    assert [*cluster.objects] == ["/apis/batch/v1/namespaces/ml/jobs/demo"]
+    cluster.delete("/apis/batch/v1/namespaces/ml/jobs/demo")
+
+
+def test_objects_of_another_run_remain(cluster: KubernetesCluster) -> None:
+    """Another user deletes the objects while they are followed, and creates others with the same names."""
+    role = RunRole(name="ranks", command=("sleep", "60"), num_nodes=2, num_cpus=1)
+    with Kubernetes(EngineFlags(pods=PodOptions(image="image", name="demo"))) as engine:
+        engine.start([role])
+        paths = [*cluster.objects]
+        assert {path.partition("/ml/")[2] for path in paths} == {"jobs/demo", "services/demo", "secrets/demo-token"}
+        job = next(path for path in paths if "/jobs/" in path)
+        cluster.delete(job)
+        while job in cluster.objects:
+            time.sleep(0.02)
+        cluster.create(job, _other_job())
+        end = engine.poll()
+        assert end is not None
+        assert end.reason == "Job demo was deleted, so its exit status is unknown"
+    assert [*cluster.objects] == [job]
+    assert "deletionTimestamp" not in cluster.objects[job]["metadata"]
+    cluster.delete(job)
+
+
+def test_ctrl_c_deletes_the_run(paceline: Commands, cluster: KubernetesCluster) -> None:
+    (cluster.folder / "script.py").write_text("import time\nprint('waits', flush=True)\ntime.sleep(60)")
+    paceline.environment["KUBECONFIG"] = str(cluster.config)
+    running = paceline.start("run", "--on", "kubernetes", "--image", "image", "script.py")
+    running.wait_line("waits")
+    running.signal(signal.SIGINT)
+    finished = running.wait()
+    assert finished.status == 130, finished
+    assert finished.err.splitlines()[-1] == "paceline: interrupted"
+    assert cluster.objects == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--partition", "p", "train.py"), "--partition is for --on slurm"),
+        (("--node-rank", "1", "train.py"), "--node-rank"),
+        (("--nodes", "2", "--min-ranks", "1", "train.py"), "--min-ranks 1"),
+        ((), "no script"),
+    ],
+)
+def test_wrong_options_create_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], text: str
+) -> None:
+    assert command(monkeypatch, *words) == 2
+    assert text in capfd.readouterr().err
+
+
+def test_no_cluster_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "missing"))
+    assert command(monkeypatch, "train.py") == 2
+    errors = capfd.readouterr().err
+    assert re.fullmatch(r"paceline: --on kubernetes: no cluster is configured: .*\n", errors)
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    assert command(monkeypatch, "train.py") == 2
+    assert "pip install 'paceline[kubernetes]'" in capfd.readouterr().err
