@@ -152,6 +152,14 @@ def test_the_first_failure_ends_all_hosts(
     assert not living(folder, 3)
 
 
+def test_a_lost_connection_ends_all_hosts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "b.sh").write_text(f"{sys.executable} -m {MODULE}; exit 255")
+    assert run(monkeypatch, "--hosts", "a:2,b:1", "train.py") == 1
+    assert "host b: the connection was lost" in capfd.readouterr().err.splitlines()[-1]
+
+
 def living(folder: Path, num_ranks: int) -> list[int]:
     """Return the processes of all ranks that live; each rank must have started."""
     pids = [int((folder / f"pid{rank}").read_text()) for rank in range(num_ranks)]

@@ -198,9 +198,9 @@ class Ssh(RunEngine):
         for process in self._processes:
             if status := process.status():
                 self._has_failed = True
-                is_lost = status == _LOST_STATUS
+                is_lost = status == _LOST_STATUS or status < 0
                 end = "the connection was lost" if is_lost else f"{process.role.name} ended with status {status}"
-                return RunEnd(status, f"host {process.host}: {end}; the other hosts were ended")
+                return RunEnd(1 if is_lost else status, f"host {process.host}: {end}; the other hosts were ended")
         last = self._processes[-1].role
         is_over = all(process.status() == 0 for process in self._processes if process.role is last)
         return RunEnd(0, None) if is_over else None
