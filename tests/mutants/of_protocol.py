@@ -324,14 +324,6 @@ OF_PROTOCOL: Final = (
         "clock <= self.stable_clock",
         unit=_CLIENT,
     ),
-    Defect(
-        "second-answer-not-expected",
-        "the second answer to a request that was sent twice over one connection has no receiver",
-        "protocol/client/session.py",
-        "self._repeated.get(number, 1) + 1",
-        "self._repeated.get(number, 1)",
-        unit=_CLIENT,
-    ),
     # Shards.
     Defect(
         "lease-granted-twice",

@@ -72,12 +72,6 @@ worker's clock; sequence: the worker's rank; flags: 1 if the worker takes part i
 FILTERED_PUSH: Final = 28
 FILTERED_PULL: Final = 29
 FILTERED_PUSH_PULL: Final = 30
-UNKNOWN_KEYS: Final = 31
-"""The server lacks the keys of a filtered request, or has rejected an earlier request for this reason.
-
-The server has applied nothing of the request. The client resends this request, and then all later requests, without
-filters.
-"""
 
 # Kinds of frames between servers.
 FORWARD: Final = 32

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.faulty import Fault, FaultPlan, FaultyTransport
 
-from paceline.errors import ProtocolError, UsageError
+from paceline.errors import ConnectionLostError, ProtocolError, UsageError
 from paceline.filters import (
     KKT,
     BFloat16,
@@ -28,11 +28,11 @@ from paceline.filters import (
     TopK,
     Zstd,
 )
-from paceline.filters.chain import NUMBERS
+from paceline.filters.chain import NUMBERS, UnknownKeysError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import FTRL, SGD, messages
 from paceline.ps.messages import FILTERED_PULL, FILTERED_PUSH, PUSH, TICK
-from paceline.ps.server.filtered import FilteredFrames, PeerFilters
+from paceline.ps.server.filtered import PeerFilters
 from paceline.tables.rules import ProximalNewton
 from paceline.transport import Header, SocketTransport
 
@@ -169,15 +169,18 @@ def test_a_cut_connection_resends_values(when: Any, step: int, replicas: int) ->
             assert cluster.compare_replicas() > 0
 
 
-def count_calls(frames: FilteredFrames, calls: list[int]) -> None:
-    """Count the frames that arrive while a rejected frame has to be sent again."""
-    original = frames._receive_in_order
+def count_unknown(filters: PeerFilters, unknown: list[int]) -> None:
+    """Count the frames whose keys the server lacks."""
+    original = filters.decode
 
-    def counted(*frame: Any) -> None:
-        calls.append(1)
-        original(*frame)
+    def counted(*frame: Any) -> Any:
+        try:
+            return original(*frame)
+        except UnknownKeysError:
+            unknown.append(1)
+            raise
 
-    frames._receive_in_order = counted  # type: ignore[method-assign,assignment]
+    filters.decode = counted  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("about_keys", [KeyCaching(), KeyNumbers()], ids=str)
@@ -185,7 +188,7 @@ def count_calls(frames: FilteredFrames, calls: list[int]) -> None:
 def test_a_server_without_cached_lists_receives_all_again_in_order(
     consistency: Consistency, about_keys: Filter
 ) -> None:
-    """Pushes and ticks after the rejected push must not overtake it."""
+    """Later pushes and ticks must not overtake the push whose keys the server lacks."""
     with Cluster(servers=2, workers=2, consistency=consistency) as cluster:
         clients = cluster.connect_all()
         for node in cluster.nodes:
@@ -204,9 +207,9 @@ def test_a_server_without_cached_lists_receives_all_again_in_order(
                     assert (table.pull(KEYS[part]) <= 0).all()
             clients[rank].retire()
 
-        refused: list[int] = []
+        unknown: list[int] = []
         for node in cluster.nodes:
-            count_calls(node.server._filtered, refused)
+            count_unknown(node.server.filters, unknown)
         in_threads(lambda: work(0), lambda: work(1))
         found = cluster.connect(observer=True).sparse_table("w", update=SGD(lr=1.0)).pull(KEYS)
         expected = np.full(len(KEYS), 14.0 * 2)
@@ -214,8 +217,26 @@ def test_a_server_without_cached_lists_receives_all_again_in_order(
         expected[200:] += 13 * 2
         expected[:50] += 80
         np.testing.assert_array_equal(found[:, 0], -expected)
-        assert refused, "nothing was forgotten"
-        assert not any(node.server._filtered._lacking for node in cluster.nodes)
+        assert unknown, "nothing was forgotten"
+
+
+def test_a_worker_resends_keys_while_it_waits_for_another_server() -> None:
+    with Cluster(servers=2, workers=2, consistency=BoundedDelay(tau=0), heartbeat_timeout_s=1.0) as cluster:
+        clients = cluster.connect_all()
+        tables = [client.sparse_table("w", update=SGD(lr=1.0), filters=[KeyCaching()]) for client in clients]
+        ones = np.ones((len(KEYS), 1), np.float32)
+        in_threads(*(lambda table=table: table.push(KEYS, ones, tick=True).wait() for table in tables))
+        cluster.nodes[1].call(cluster.nodes[1].server.filters.forget_keys)
+        for _ in range(2):
+            tables[0].push(KEYS, ones, tick=True)  # server 1 lacks the keys of the first push
+
+        def follow() -> None:
+            for _ in range(2):
+                tables[1].pull(KEYS)  # server 1 waits for the push of worker 0
+                tables[1].push(KEYS, ones, tick=True)
+
+        # server 0 waits for worker 1
+        in_threads(follow, lambda: np.testing.assert_array_equal(tables[0].pull(KEYS), -6 * ones))
 
 
 @pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
@@ -401,7 +422,9 @@ def test_forbidden_messages_of_a_peer() -> None:
         chain = FilterChain([Quantize(8)])
         info = messages.encode(messages.FilterInfo(requests=chain.describe(), answers=[]))
         body = chain.encode(keys_of(1, 2), np.ones(2, np.float32), 0, None).tobytes()
-        assert exchange(b"", body) == messages.UNKNOWN_KEYS
+        with pytest.raises(ConnectionLostError):
+            exchange(b"", body)
+        channel = cluster.raw()
         assert exchange(info, body) == messages.ACK
         for meta, wrong, flags, message in (
             (b"\xc1", body, 0, "filters of a worker"),

@@ -12,52 +12,10 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum
-from itertools import dropwhile
 from typing import Final, Protocol
 
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
-
-
-class DueAnswers:
-    """Counts the answers that will still come to repeated requests and to abandoned requests (orphans)."""
-
-    def __init__(self) -> None:
-        self._repeated: dict[int, int] = {}
-        self._orphans: dict[int, int] = {}
-
-    def sent_again(self, number: int) -> None:
-        self._repeated[number] = self._repeated.get(number, 1) + 1
-
-    def received(self, number: int) -> None:
-        due = self._repeated.pop(number, 1) - 1
-        if due:
-            self._repeated[number] = due
-
-    def given_up(self, number: int, *, is_due: bool) -> int:
-        """Record that a request is abandoned; return the number of its answers that will still come.
-
-        `is_due` applies to a request that was sent only once: whether its answer will still come.
-        """
-        due = self._repeated.pop(number, int(is_due))
-        if due:
-            self._orphans[number] = due
-        return due
-
-    def orphan_received(self, number: int) -> bool:
-        """Record an answer to an abandoned request; return False if no such answer was expected."""
-        due = self._orphans.pop(number, 0)
-        if due > 1:
-            self._orphans[number] = due - 1
-        return due > 0
-
-    def disconnected(self) -> int:
-        """Expect no more answers, because the connection broke; return the number of expected answers to orphans."""
-        orphans = sum(self._orphans.values())
-        self._orphans.clear()
-        self._repeated.clear()
-        return orphans
-
 
 REQUEST: Final = StateTable(
     "a request of a client",
@@ -201,7 +159,7 @@ class ServerSession:
         self.sends_clock = False
         """Whether the worker's clock was sent to the server in this view; the clock is resent after a reconnection."""
         self._blocked: set[int] = set()
-        self._due = DueAnswers()
+        self._orphans: set[int] = set()  # abandoned requests whose answers will still come
         self._failures = failures
         self._last_number = 0
 
@@ -228,7 +186,6 @@ class ServerSession:
         """Record the answer to a request; return whether the request and its payload are retained."""
         request.is_done = True
         del self.in_flight[request.number]
-        self._due.received(request.number)
         if request.has_body:
             self.num_bodies -= 1
         if request.parents is not None:
@@ -256,7 +213,6 @@ class ServerSession:
 
     def refused(self, request: Request) -> None:
         """Block a request that the server rejected, because the client's view is old, until the newer view arrives."""
-        self.received(request)
         self._blocked.add(request.number)
         self.awaits_view = True
 
@@ -264,38 +220,25 @@ class ServerSession:
         request.error = error
         if not request.is_reported and request.parents is None:
             self._failures.append(request)
-        self.received(request)
         self._finish(request)
 
     def withdraw(self, request: Request) -> None:
         """Drop a request that could not be sent; its caller received the error."""
         self._finish(request)
 
-    def repeat_from(self, request: Request) -> list[Request]:
-        """Return the requests to resend on the same connection, in order: `request` and all later requests.
-
-        The server has rejected `request`, and rejects the later requests too. So each later request gets two answers:
-        the rejection, and the answer to the resent request.
-        """
-        later = dropwhile(lambda unanswered: unanswered is not request, self.unanswered())
-        repeated = [unanswered for unanswered in later if unanswered.kind is not RequestKind.CALL]
-        for unanswered in repeated[1:]:
-            self._due.sent_again(unanswered.number)
-        return repeated
-
-    def received(self, request: Request) -> None:
-        """Record an answer to a request that stays in flight."""
-        self._due.received(request.number)
-
     def orphan_answered(self, number: int) -> bool:
-        if not self._due.orphan_received(number):
+        """Record an answer to an abandoned request; return False if no such answer was expected."""
+        if number not in self._orphans:
             return False
+        self._orphans.remove(number)
         self.num_bodies -= 1
         return True
 
     def disconnected(self) -> None:
+        """Record that the connection is broken: no more answers will come."""
         self.is_connected = False
-        self.num_bodies -= self._due.disconnected()
+        self.num_bodies -= len(self._orphans)
+        self._orphans.clear()
 
     def departed(self) -> list[Request]:
         """Record that the server has left the newest view; return the calls, which must fail."""
@@ -315,7 +258,9 @@ class ServerSession:
             del self.in_flight[number]
             if request.has_body:
                 self.num_bodies -= 1
-            self.num_bodies += self._due.given_up(number, is_due=number not in self._blocked and self.is_connected)
+            if number not in self._blocked and self.is_connected:
+                self._orphans.add(number)
+                self.num_bodies += 1
             if request.kind is RequestKind.TICK:
                 request.is_done = True
             else:

@@ -19,7 +19,7 @@ from paceline.protocol.client import ClientCore, Request, RequestKind, Resync, T
 from paceline.ps import messages
 from paceline.ps.client.exchange import KINDS, Copies, DataRequest, Exchange, exchange_of, pack
 from paceline.ps.client.routes import RouteWatch
-from paceline.ps.messages import SYNCED, TICKS, UNKNOWN_KEYS
+from paceline.ps.messages import SYNCED, TICKS
 from paceline.transport import (
     HEADER,
     MAGIC,
@@ -301,9 +301,6 @@ class ServerConnection:
     def _answered(self, request: Request, header: Header) -> None:
         exchange: Any = request.payload
         if not exchange.accepts(header):
-            if header.kind == UNKNOWN_KEYS:
-                go_back(self, request)
-                return
             raise self._unexpected(header)
         if exchange.scatter is not None:
             exchange.put_values()
@@ -346,22 +343,6 @@ class ServerConnection:
         except BaseException:  # Ctrl-C, perhaps within a frame: the next request reconnects and resends all
             self._cut()
             raise
-
-
-def go_back(connection: ServerConnection, request: Request) -> None:
-    """Resend a request and all later requests without filters, because the server rejects all of them.
-
-    The server sends a rejection for each request; the client reacts only to the first rejection.
-    """
-    if not exchange_of(request).unfilter():
-        connection.session.received(request)
-        return
-    channel = connection.channel
-    for repeated in connection.session.repeat_from(request):
-        exchange_of(repeated).unfilter()
-        connection.transmit(exchange_of(repeated).frame, repeated)
-        if connection.channel is not channel:  # a reconnection in the loop has resent all requests
-            return
 
 
 def make_room(connection: ServerConnection, more_bytes: int) -> None:

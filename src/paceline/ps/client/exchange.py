@@ -132,10 +132,6 @@ class Exchange:
                 return False
         return True
 
-    def unfilter(self) -> bool:
-        """Resend this request without filters; return whether it was sent with filters."""
-        return False
-
     def accepts(self, header: Header) -> bool:
         if self.out is not None:
             return header.kind == VALUES and bool(header.body_bytes == self.out.nbytes)

@@ -1,8 +1,7 @@
 """Requests of a table that are compressed by filters at the first transmission, and unfiltered when they are resent.
 
 An :class:`Exchange` stores the unfiltered frame. The values of the unfiltered frame are rounded as in the filtered
-frame, so both frames have the same effect. The unfiltered frame is sent after a reconnection, to another server, or if
-the server lacks the keys.
+frame, so both frames have the same effect. The unfiltered frame is sent after a reconnection, or to another server.
 """
 
 from __future__ import annotations
@@ -219,30 +218,17 @@ class FilteredSender:
         if isinstance(self._errors, ElementErrors):
             self._errors.forget_ranges()
 
-    def forget(self) -> None:
-        """Clear the memory of the filters before the next request, because the server lacks the keys of a request."""
-        self._channel = None
-
 
 class FilteredExchange(Exchange):
     """The payload of a filtered request. The stored frame is unfiltered, to be resent."""
 
-    __slots__ = ("_sender", "is_filtered")
+    __slots__ = ("_sender",)
 
     def __init__(self, frame: tuple[Any, ...], out: Any, is_private: bool, sender: FilteredSender) -> None:
         super().__init__(frame, out, is_private)
         # a filtered answer has another length than the values, so it cannot be received into their array
         self.into = None
         self._sender = sender
-        self.is_filtered = True
-
-    @override
-    def unfilter(self) -> bool:
-        if not self.is_filtered:
-            return False
-        self.is_filtered = False
-        self._sender.forget()
-        return True
 
     @override
     def receive(self, channel: Channel, header: Header) -> bool:

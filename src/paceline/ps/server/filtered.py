@@ -1,15 +1,13 @@
 """Filtered frames of workers: decoding of requests and encoding of answers.
 
 The first filtered frame of a table on a connection describes the filters. If the server lacks the keys of a frame, it
-rejects this frame. The server also rejects all later frames until the worker has resent the frame without filters,
-because pushes must be applied in order.
+closes the connection. The worker then reconnects, and resends all unanswered frames in order and without filters.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableMapping
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
@@ -27,20 +25,16 @@ from paceline.ps.messages import (
     PUSH,
     PUSH_PULL,
     RANGE,
-    TICK,
-    UNKNOWN_KEYS,
 )
 from paceline.tables.types import Floats
-from paceline.transport import Header, Limits, Peer, frame_parts
+from paceline.transport import Header, Limits, Peer
 
 _logger = logging.getLogger(__name__)
-_BEFORE: Final = {FILTERED_PUSH: PUSH, FILTERED_PULL: PULL, FILTERED_PUSH_PULL: PUSH_PULL}
+UNFILTERED: Final = {FILTERED_PUSH: PUSH, FILTERED_PULL: PULL, FILTERED_PUSH_PULL: PUSH_PULL}
+"""The kinds of the unfiltered frames."""
 _MAX_BODY_BYTES: Final = Limits().max_frame_bytes
 MAX_KEY_BYTES: Final = 1 << 30
 """The limit in bytes of the memory for all workers' cached keys. Above the limit the server drops all cached keys."""
-_NO_META: Final = memoryview(b"")
-
-Handle: TypeAlias = Callable[[Peer, Header, memoryview, memoryview], None]
 
 
 class _PeerTable:
@@ -98,7 +92,7 @@ class PeerFilters:
                 self.forget_keys()
         if found.is_range != bool(header.flags & RANGE):
             raise ProtocolError("a filtered request for a range has keys, or one for keys has a range")
-        kind, flags = _BEFORE[header.kind], header.flags | FILTERED
+        kind, flags = UNFILTERED[header.kind], header.flags | FILTERED
         body = memoryview(found.body)  # type: ignore[arg-type]
         return header._replace(kind=kind, flags=flags, meta_bytes=0, body_bytes=len(body)), body
 
@@ -124,53 +118,3 @@ class PeerFilters:
     def disconnected(self, peer: Peer) -> None:
         for table in self._tables.pop(peer, {}).values():
             self.num_bytes -= table.num_bytes
-
-
-class FilteredFrames:
-    """Decodes filtered frames for a server, and passes them to the `handlers` of unfiltered frames."""
-
-    def __init__(self, filters: PeerFilters, handlers: MutableMapping[int, Handle]) -> None:
-        self._filters = filters
-        self._handlers = handlers
-        self._ordered: dict[int, Handle] = {kind: handlers[kind] for kind in (PUSH, PULL, PUSH_PULL, TICK)}
-        self._ordered.update(dict.fromkeys(_BEFORE, self._receive))
-        self._lacking: dict[Peer, int] = {}  # peer → the rejected request that the peer must resend first
-        handlers.update(self._ordered)
-
-    def disconnected(self, peer: Peer) -> None:
-        self._filters.disconnected(peer)
-        self._lacks_no_more(peer)
-
-    def view_changed(self) -> None:
-        """Drop the keys and the rejected requests of the former view; clients replace the requests."""
-        self._filters.forget_keys()
-        for peer in list(self._lacking):
-            self._lacks_no_more(peer)
-
-    def _receive(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        try:
-            before, decoded = self._filters.decode(peer, header, meta, body)
-        except UnknownKeysError:
-            self._lacking[peer] = header.request
-            self._handlers.update(dict.fromkeys(self._ordered, self._receive_in_order))
-            _refuse(peer, header)
-            return
-        self._ordered[before.kind](peer, before, _NO_META, decoded)
-
-    def _receive_in_order(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Reject a peer's frames until it resends its rejected request. Used while any peer has a rejected request."""
-        lacking = self._lacking.get(peer)
-        if lacking is not None and lacking != header.request:
-            _refuse(peer, header)
-            return
-        self._lacks_no_more(peer)
-        self._ordered[header.kind](peer, header, meta, body)
-
-    def _lacks_no_more(self, peer: Peer) -> None:
-        if self._lacking.pop(peer, None) is not None and not self._lacking:
-            self._handlers.update(self._ordered)
-
-
-def _refuse(peer: Peer, header: Header) -> None:
-    parts: list[Any] = frame_parts(UNKNOWN_KEYS, table=header.table, request=header.request)
-    peer.send(*parts)

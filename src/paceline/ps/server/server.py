@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing_extensions import override
 
 from paceline.errors import NonFiniteError, PacelineError, ProtocolError
+from paceline.filters.chain import UnknownKeysError
 from paceline.protocol import ServerCore, parse_consistency, parse_stale_policy
 from paceline.protocol.server import Timing, TimingClass, events
 from paceline.protocol.server.progress import POSTPONED
@@ -39,7 +40,7 @@ from paceline.ps.messages import (
 from paceline.ps.server.answers import Answers
 from paceline.ps.server.back_pressure import BackPressure
 from paceline.ps.server.control import ServerControl, Traffic
-from paceline.ps.server.filtered import FilteredFrames, PeerFilters
+from paceline.ps.server.filtered import UNFILTERED, PeerFilters
 from paceline.ps.server.replica_checks import ReplicaChecks
 from paceline.ps.server.requests import Requests
 from paceline.ps.server.runtime import Runtime
@@ -119,7 +120,8 @@ class Server(Handler):
             SYNCED: requests.synced, READY: self._ready, FORWARD: self._chain, STATE: self._chain, CLOCKS: self._chain,
             CHECK: self._chain, PING: self._chain,
         }  # fmt: skip
-        self._filtered = FilteredFrames(self.filters, self._handlers)
+        self._handlers.update(dict.fromkeys(UNFILTERED, self._decode))
+        self._closed: set[Peer] = set()  # peers whose connections this server has closed, until `disconnected`
 
     @property
     def rank(self) -> int:
@@ -166,7 +168,8 @@ class Server(Handler):
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         """Drop a connection. The process may live: only the scheduler declares processes dead."""
         self._answers.disconnected(peer)
-        self._filtered.disconnected(peer)
+        self.filters.disconnected(peer)
+        self._closed.discard(peer)
         self._traffic.disconnected(peer)
         self.pressure.disconnected(peer)
         self.runtime.disconnected(peer)
@@ -220,16 +223,32 @@ class Server(Handler):
         self.runtime.feed(view)
         if self.core.version > version:
             self.pressure.resume_all()
-            self._filtered.view_changed()
+            self.filters.forget_keys()
         self._receive_early()
 
     def _receive_early(self) -> None:
         for peer, header, meta, body in self.runtime.take_early():
+            if peer in self._closed:
+                continue
             try:
                 self.frame_received(peer, header, memoryview(meta), memoryview(body))
             except PacelineError as error:
                 if header.kind != SYNCED:
                     peer.send_error(header, error)
+
+    def _decode(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Handle a filtered frame.
+
+        If this server lacks the keys, close the connection. The worker then resends all frames in order, with the keys.
+        A reply would not suffice: the worker may wait for another server, which waits for these frames.
+        """
+        try:
+            decoded, values = self.filters.decode(peer, header, meta, body)
+        except UnknownKeysError:
+            self._closed.add(peer)
+            peer.close()
+            return
+        self._handlers[decoded.kind](peer, decoded, memoryview(b""), values)
 
     def _chain(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Handle a frame of a predecessor.

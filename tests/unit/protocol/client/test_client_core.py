@@ -152,27 +152,6 @@ def test_answers_to_replaced_requests_are_ignored() -> None:
     assert session.num_bodies == 1
 
 
-def test_a_request_sent_twice_has_two_answers() -> None:
-    runtime = joined(None, s1=0b1)
-    [first], [second], [pull] = runtime.push(1), runtime.push(1), runtime.make(RequestKind.PULL, 1)
-    session = runtime.core.sessions[1]
-    assert session.repeat_from(first) == [first, second, pull]  # the server rejects each request
-    session.refused(second)  # the word on it came by a newer view, which it is refused for again
-    runtime.view(2, {1: 1})
-    assert [session.orphan_answered(request.number) for request in (first, second, pull, pull)] == [True] * 4
-    assert not any(session.orphan_answered(request.number) for request in (first, second, pull))
-    assert session.num_bodies == 1  # the pull replaces the former one
-
-    [third], [fourth] = runtime.push(1), runtime.push(1)
-    session.repeat_from(third)
-    session.received(fourth)  # the other answer counts
-    session.answered(fourth)
-    session.repeat_from(third)
-    session.disconnected()
-    runtime.view(3, {1: 1})
-    assert not any(session.orphan_answered(request.number) for request in (third, fourth))
-
-
 def test_a_reading_push_at_the_end_of_an_iteration_becomes_a_push_and_a_pull() -> None:
     runtime = joined(None, s1=0b0011, s2=0b1100)
     parts = runtime.make(RequestKind.PUSH_PULL, 0b1111, ends_iteration=True)
