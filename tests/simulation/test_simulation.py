@@ -86,7 +86,7 @@ def test_ended_voters_are_found_although_no_newer_view_names_the_voters() -> Non
 def test_every_kind_of_fault_fires() -> None:
     fired: Counter[str] = Counter()
     of_schedulers = ("crash-server", "crash-scheduler", "second-scheduler", "partition")  # for rare cases
-    for seed in (37, 12, 18, 93, 21, *SEEDS):  # the first five are enough, so far
+    for seed in (37, 12, 18, 94, 21, *SEEDS):  # the first five are enough, so far
         fired += ProtocolCluster(seed, num_faults=24).run().fired
         fired += ProtocolCluster(seed, num_faults=24, faults=of_schedulers).run().fired
         if all(fired[kind] for kind in (*KINDS, *FOLLOWING)):

@@ -100,6 +100,7 @@ class ClusterCore:
         )
         following = NextView(Planner(num_buckets, replicas), Publication(replicas, salt), heartbeat_timeout_s)
         self._leader = Leader(Membership(num_servers, heartbeat_timeout_s), following)
+        self._is_flushing = False  # whether a recovering scheduler has requested a Flush
         self._time_s = 0.0
         self._last_s: float | None = None
 
@@ -140,11 +141,6 @@ class ClusterCore:
         return self._recovery.missing_members() if self.phase is Phase.RECOVERING else ()
 
     @property
-    def newly_missing(self) -> tuple[Member, ...]:
-        """The missing members, if the last event may have changed them."""
-        return self.missing_members if self._recovery.has_decided else ()
-
-    @property
     def suspects(self) -> Suspects:
         return self._leader.next.suspects
 
@@ -177,6 +173,8 @@ class ClusterCore:
                 return self._leader.handle(event, self._time_s)
         out = self._await(event)
         if self.phase is Phase.RECOVERING:
+            if not isinstance(event, (events.Flush, events.TimePassed)):
+                return out + self._flush_soon()
             out += self._recover()
         if self.phase is not Phase.LEADING:
             out += self._form()
@@ -208,6 +206,8 @@ class ClusterCore:
                 recovery.drain(peer)
             case MessageReceived(peer, Promised(term)):
                 recovery.promise(peer, term)
+            case events.Flush():
+                self._is_flushing = False
             case events.ProcessEnded(incarnation):
                 recovery.ended(incarnation)
             case events.Doubted(incarnation) if self.phase is Phase.RECOVERING:
@@ -215,6 +215,11 @@ class ClusterCore:
             case _:
                 pass
         return []
+
+    def _flush_soon(self) -> list[Instruction]:
+        """Decide about all messages of a short time together, because each decision considers all members."""
+        is_flushing, self._is_flushing = self._is_flushing, True
+        return [] if is_flushing else [events.FlushSoon()]
 
     def _recover(self) -> list[Instruction]:
         out: list[Instruction] = []

@@ -251,8 +251,7 @@ class SchedulerCore:
             return out
         self.sessions.join(peer, request)
         self.sessions.connected[peer].end.is_foreign = True
-        out = self.handle(MessageReceived(peer, rejoin), time_s)
-        return out + [events.WatchProcess(member, is_connected=False) for member in self.cluster.newly_missing]
+        return self.handle(MessageReceived(peer, rejoin), time_s)
 
     def _differing_setting(self, rejoin: Rejoin) -> str | None:
         """Return the first setting of a former scheduler's cluster that differs from this scheduler's setting."""

@@ -53,7 +53,7 @@ class NewsDue(Struct, frozen=True):
 
 
 class Flush(Struct, frozen=True):
-    """The delay after FlushSoon has passed: publish the changes that were collected."""
+    """The delay after FlushSoon has passed: decide about the collected messages, and publish the changes."""
 
 
 class TimePassed(Struct, frozen=True):
@@ -133,7 +133,7 @@ class Publish(Struct, frozen=True):
 
 
 class FlushSoon(Struct, frozen=True):
-    """Changes wait to be published together: pass Flush to the core after a short delay."""
+    """Messages wait to be decided together: pass Flush to the core after a short delay."""
 
 
 class ReleaseServer(Struct, frozen=True):

@@ -153,8 +153,9 @@ class Abandoned:
 
 
 Outcome: TypeAlias = (
-    events.RequestPromise | events.NotifyOperator | events.DeclareDead | events.SendElsewhere | Abandoned | Succession
-)
+    events.RequestPromise | events.NotifyOperator | events.DeclareDead | events.SendElsewhere | events.WatchProcess
+    | Abandoned | Succession
+)  # fmt: skip
 
 
 class Recovery:
@@ -179,8 +180,6 @@ class Recovery:
         self._awaited: set[int] = set()
         self._orders = (0, 0), (0, 0)
         self._num_registering = 0
-        self.has_decided = False
-        """Whether the last event needed a decision, so that other members may be missing now."""
         self._cluster = ""  # the cluster to take over
         self._ended: set[int] = set()
         self._doubted: set[int] = set()
@@ -274,9 +273,9 @@ class Recovery:
     def decide(self, registering: Collection[str], time_s: float) -> list[Outcome]:
         """Take over if the necessary members have rejoined. `registering` are the names of the nodes that register."""
         is_late = time_s >= self._deadline_s
-        self.has_decided = is_late or not self._awaited or len(registering) != self._num_registering
+        must_decide = is_late or not self._awaited or len(registering) != self._num_registering
         self._num_registering = len(registering)
-        if not self.has_decided:
+        if not must_decide:
             return []
         if not self._returned:
             return [Abandoned()] if is_late or not self._replaces else []
@@ -285,6 +284,13 @@ class Recovery:
                 self._ended, self._doubted = set(), set()
             self._cluster = self.cluster
         evidence = self.evidence()
+        out = self._decide(evidence, registering, is_late=is_late)
+        if not any(isinstance(outcome, (Succession, Abandoned)) for outcome in out):
+            missing = evidence.missing_members(self._ended)
+            out += [events.WatchProcess(member, is_connected=False) for member in missing]
+        return out
+
+    def _decide(self, evidence: Evidence, registering: Collection[str], *, is_late: bool) -> list[Outcome]:
         latest = evidence.latest
         # Members that register again never received their welcome: they have prepared no view and hold no bucket.
         unwelcomed = {member.incarnation for member in latest.members if member.node in registering}

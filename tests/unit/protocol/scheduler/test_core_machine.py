@@ -156,7 +156,7 @@ class Run:
             (12, self.come),
             (3, self.stop_or_go_on),
             (3, self.join),
-            (2, self.flush),
+            (6, self.flush),
             (2, self.go),
             (2, self.kill),
             (1, self.doubt),

@@ -49,7 +49,7 @@ def test_it_takes_over_when_all_members_are_back() -> None:
     scheduler.rejoin(w, a)
     assert scheduler.core.phase is Phase.RECOVERING
     assert scheduler.core.missing_members == (b.member,)
-    assert scheduler.sent_instructions == []
+    assert {type(instruction) for instruction in scheduler.sent_instructions} == {events.FlushSoon, events.WatchProcess}
     scheduler.rejoin(b)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.core.name == "ours"
@@ -64,6 +64,25 @@ def test_it_takes_over_when_all_members_are_back() -> None:
         assert node.views.committed is not None
         assert node.views.committed.order == scheduler.view.order
     assert scheduler.core.missing_members == ()
+
+
+def test_messages_that_arrive_at_one_time_share_one_decision() -> None:
+    former, (a, b), (w,) = started(2, 1, replicas=1)
+    lose(former)
+    scheduler = successor(num_servers=2, replicas=1, replaces=True)
+    scheduler.pass_time(TIMEOUT_S - HEARTBEAT_S)
+    for node in (w, a, worker("new"), b):
+        wire = scheduler.connect(node)
+        node.send(node.registration() if node.member is None else node.returned())
+        wire.deliver_to_scheduler()
+    assert scheduler.sent_instructions == [events.FlushSoon()]
+    scheduler.feed(events.Flush())
+    assert scheduler.sent_instructions[1:] == [scheduler.last(events.RequestPromise)]
+    deliver_only(scheduler, a, b)
+    assert len(scheduler.all(events.FlushSoon)) == 2  # the promises share the second decision
+    scheduler.settle()
+    assert scheduler.core.phase is Phase.LEADING
+    assert len(scheduler.view.members) == 4
 
 
 def test_the_takeover_is_published_after_a_quorum_has_the_view() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from paceline.protocol import Role
 from paceline.protocol.scheduler import events
@@ -63,21 +63,29 @@ class Cluster:
         """Lose a tenth of the workers at one time: their heartbeats end."""
         for name in [name for name in self.members if name.startswith("v")][: self.num_workers // 10]:
             del self.members[name]
-        for _ in range(15):
-            self.time_s += self.core.heartbeat_s
-            for name in self.members:
-                self.receive(name, Heartbeat())
-            self.do(self.core.handle(events.TimePassed(), self.time_s))
+        self.pass_time(self.members)
 
     def restart(self) -> None:
-        """Replace the scheduler; all members rejoin."""
+        """Replace the scheduler; all members rejoin. Half of the members rejoin after the deadline."""
         self.start_scheduler(replaces=True)
-        for name, state in self.members.items():
+        members = sorted(self.members.items(), reverse=True)  # without servers in the first half
+        for number, (name, state) in enumerate(members):
             peer = f"{name}/2"
             self.core.connected(peer)
             self.receive(peer, state.rejoin((), None))
             self.receive(peer, Heartbeat())
-        self.do(self.core.handle(events.Flush(), self.time_s))
+            if number == len(members) // 2:
+                self.pass_time()
+        for _ in range(2):  # the decision to request promises, and the take-over
+            self.do(self.core.handle(events.Flush(), self.time_s))
+
+    def pass_time(self, peers: Iterable[str] = ()) -> None:
+        """Let 15 heartbeat intervals pass, which is more than the timeout. Members on `peers` send heartbeats."""
+        for _ in range(15):
+            self.time_s += self.core.heartbeat_s
+            for peer in peers:
+                self.receive(peer, Heartbeat())
+            self.do(self.core.handle(events.TimePassed(), self.time_s))
 
     def validate(self) -> None:
         self.core.validate()

@@ -167,8 +167,10 @@ def test_requests_wait_until_the_cluster_is_recovered() -> None:
     run = Run(replaces=True)
     assert run.receive("observer", GetSettings(), 1, 1) == []
     run.receive("s", former_member(SchedulerSettings(cluster="theirs")), 1)
+    run.handle(events.Flush())
     (promise,) = [send.message for send in run.sent["s"]]
     run.receive("s", Promised(promise.term))
+    run.handle(events.Flush())
     run.prepare("s")
     (settings,) = [send.message for send in run.sent["observer"]]
     assert settings.cluster == "theirs"

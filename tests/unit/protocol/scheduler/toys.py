@@ -139,6 +139,8 @@ class Scheduler:
         self.now_s = now_s
         self.wires: list[Wire] = []
         self.sent_instructions: list[events.Instruction] = []
+        self.must_decide = False
+        """Whether the core, which is recovering, has requested a Flush."""
         self.on_commit: Callable[[Scheduler, View, View], None] = lambda scheduler, former, view: None
 
     # Actions of tests.
@@ -199,6 +201,8 @@ class Scheduler:
                 self._deliver_to(peer, lambda wire: wire.node.ended(wire, instruction))
             case events.SendElsewhere(peer):
                 self._deliver_to(peer, lambda wire: wire.cut())
+            case events.FlushSoon():
+                self.must_decide = self.core.phase is Phase.RECOVERING
             case _:
                 pass
 
@@ -214,13 +218,21 @@ class Scheduler:
     # Delivery of all messages in flight.
 
     def settle(self) -> None:
-        """Deliver until there is nothing to be delivered."""
-        while busy := [wire for wire in self.wires if wire.to_scheduler or (wire.to_node and not wire.node.is_silent)]:
-            for wire in busy:
-                while wire.to_scheduler:
-                    wire.deliver_to_scheduler()
-                while wire.to_node and not wire.node.is_silent:
-                    wire.deliver_to_node()
+        """Deliver until there is nothing to be delivered, and let a recovering scheduler decide."""
+        while True:
+            while busy := self._busy():
+                for wire in busy:
+                    while wire.to_scheduler:
+                        wire.deliver_to_scheduler()
+                    while wire.to_node and not wire.node.is_silent:
+                        wire.deliver_to_node()
+            if not self.must_decide:
+                return
+            self.must_decide = False
+            self.feed(events.Flush())
+
+    def _busy(self) -> list[Wire]:
+        return [wire for wire in self.wires if wire.to_scheduler or (wire.to_node and not wire.node.is_silent)]
 
     def wake(self, *nodes: Node) -> None:
         """Resume silent nodes, with all messages that arrived in the meantime."""
