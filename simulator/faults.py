@@ -138,6 +138,11 @@ class Faults(FaultSchedule):
                 return False
         return True
 
+    def _may_lose_scheduler(self) -> bool:
+        """Return whether no bucket is lost if the scheduler is absent for some time and the doubtful servers die."""
+        doubtful = [process for process in self.cluster.live_servers if self.is_doubtful(process)]
+        return self._allow_loss or self.can_spare(doubtful)
+
     def is_doubtful(self, server: VirtualProcess) -> bool:
         """Return whether a server may be declared dead, or is about to leave."""
         core = self.cluster.core
@@ -201,9 +206,16 @@ class Faults(FaultSchedule):
         return bool(servers)
 
     def _reset_scheduler(self) -> bool:
-        if self.cluster.scheduler is None:
+        scheduler, network = self.cluster.scheduler, self.network
+        if scheduler is None:
             return False
-        ends = self.network.ends_of([self.cluster.scheduler])
+        refuses = any(
+            address in network.refusing and listener.process is scheduler
+            for address, listener in network.listeners.items()
+        )
+        if refuses and not self._may_lose_scheduler():  # members that cannot reconnect in time are removed
+            return False
+        ends = network.ends_of([scheduler])
         for end in ends:
             self._reset_both(end, 2 * self.network.latency_s)
         return bool(ends)
@@ -375,8 +387,7 @@ class Faults(FaultSchedule):
 
     def _crash_scheduler(self) -> bool:
         cluster, scheduler = self.cluster, self.cluster.scheduler
-        doubtful = [process for process in cluster.live_servers if self.is_doubtful(process)]
-        if scheduler is None or not cluster.groups or not (self._allow_loss or self.can_spare(doubtful)):
+        if scheduler is None or not cluster.groups or not self._may_lose_scheduler():
             return False
         cluster.kill(scheduler)
         replaces = self._world.random.random() < 0.5
