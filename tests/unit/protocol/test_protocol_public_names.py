@@ -13,6 +13,7 @@ PURE = {
     "collections",
     "dataclasses",
     "enum",
+    "functools",
     "heapq",
     "itertools",
     "math",

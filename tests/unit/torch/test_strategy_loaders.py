@@ -37,6 +37,7 @@ class FakeStrategy:
     embedder: Any = None
     device = torch.device("cpu")
     seed = 3
+    snapshots = None
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.world_size = self.data_place = rank, size

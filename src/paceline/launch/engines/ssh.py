@@ -27,6 +27,7 @@ from typing_extensions import override
 from paceline.environment import Environment, environment
 from paceline.errors import UsageError, printable
 from paceline.launch.screen import LineSplitter, Screen
+from paceline.transport.decoding import register_type
 from paceline.transport.security.authentication import check_token, make_token
 from paceline.version import __version__
 
@@ -240,7 +241,7 @@ class Ssh(RunEngine):
                 process.num_open -= 1
             lines = splitter.feed(data) if data else splitter.flush()
             for line in [] if self._has_started else [line for line in lines if REPLY in line]:
-                process.reply = msgspec.json.decode(line.partition(REPLY)[2], type=HostReply)
+                process.reply = msgspec.json.decode(line.partition(REPLY)[2], type=register_type(HostReply))
                 lines.remove(line)
             if is_error and not self._has_started:
                 process.errors += lines
@@ -253,7 +254,7 @@ def read_host_placement(variables: Environment) -> Placement | None:
     if variables.placement is None:
         return None
     try:
-        return msgspec.json.decode(variables.placement, type=Placement)
+        return msgspec.json.decode(variables.placement, type=register_type(Placement))
     except msgspec.MsgspecError as error:
         raise UsageError(f"the environment variable PACELINE_PLACEMENT is unreadable: {error}. Unset it") from None
 

@@ -25,6 +25,7 @@ import msgspec
 from paceline.errors import AddressError
 from paceline.launch.supervisor import Supervisor, read_line, spawn
 from paceline.meeting.rendezvous import own_host
+from paceline.transport.decoding import register_type
 from paceline.version import __version__
 
 REPLY: Final = b"\x1epaceline "
@@ -71,7 +72,7 @@ class HostReply:
 
 def main() -> int:
     """Run the command of a request; return its status."""
-    request = msgspec.json.decode(_read_line(), type=HostRequest)
+    request = msgspec.json.decode(_read_line(), type=register_type(HostRequest))
     problem = _find_problem(request)
     try:
         host = own_host(request.first_host)
@@ -84,7 +85,7 @@ def main() -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, backlog=_MOST_PEERS) as listener:
         _reply(HostReply(address=host, port=listener.getsockname()[1]))
-        peers = msgspec.json.decode(_read_line(), type=list[HostPeer])
+        peers = msgspec.json.decode(_read_line(), type=register_type(list[HostPeer]))
         _reply(HostReply(problem=_find_unreachable(peers)))
         _read_line()
     os.chdir(request.folder)
