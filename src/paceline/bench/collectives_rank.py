@@ -109,7 +109,7 @@ def _measure(plan: BenchPlan, size: int, peers: list[Library], group: Group) -> 
     times: list[list[float]] = [[] for _ in peers]
     for number in range(ROUNDS):
         for turn in range(len(peers)):
-            # Each round begins with another peer, so that their order varies.
+            # Each round begins with another library, so that the order of the libraries varies.
             i = (turn + number) % len(peers)
             times[i] += _time_batch(calls[i], repetitions[i], group)
     algorithm = _algorithm(plan.op, size, group)
@@ -139,7 +139,7 @@ def _choose_repetitions(call: Callable[[], object], group: Group) -> int:
 
 
 def _time_batch(call: Callable[[], object], repetitions: int, group: Group) -> list[float]:
-    """Return the seconds of each call. The ranks start together, after a few uncounted calls."""
+    """Return the seconds of each call. The ranks start together, and do not measure the first few calls."""
     group.barrier()
     for _ in range(min(repetitions // 10 + 1, _MOST_WARM_UPS)):
         call()

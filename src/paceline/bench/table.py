@@ -17,7 +17,7 @@ def format_header(peers: Sequence[str]) -> str:
 
 
 def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
-    """Return the line of one size, with dashes for missing peers."""
+    """Return the table's line for one message size. A library without a measurement gets dashes."""
     found = {result.peer: result for result in measured}
     paceline = found[PACELINE]
     bandwidth = f"{paceline.gb_per_s:6.2f}" if paceline.bytes else f"{'-':>6}"

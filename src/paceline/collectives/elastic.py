@@ -269,7 +269,7 @@ class ElasticGroup(Closing):
     def _compare(self, step_times: StepTimes, times_s: Sequence[float]) -> None:
         """Compare the ranks' times of a step: find a straggler, and choose the shares of later steps."""
         if self.shares != self._next_shares:
-            return  # the step had other shares than the next steps
+            return  # the ranks had other shares of the data in this step than they will have in the next steps
         step_times.record(times_s)
         if self.quorum:
             self.straggler = step_times.straggler()

@@ -344,7 +344,7 @@ class FilesInUse:
 
 
 class _Writing:
-    """Writes a shard to the cache while the shard is read. A failure ends caching, but not reading."""
+    """Writes a shard to the cache while the shard is read. If writing fails, caching ends, and reading continues."""
 
     def __init__(self, dataset: Dataset, file: int, status: FileStatus, shard: int) -> None:
         self._dataset = dataset

@@ -32,7 +32,7 @@ class BFloat16(ValueFilter):
         bits = values.view(np.uint32)
         magnitude = bits & ~_SIGN
         rounded = magnitude + (_HALF + ((bits >> _SHIFT) & _ONE)) >> _SHIFT  # round half to even
-        rounded = np.minimum(rounded, _LARGEST)  # finite values stay finite
+        rounded = np.minimum(rounded, _LARGEST)  # a large finite value does not become infinite
         rounded = np.where(magnitude == _INFINITY, _INFINITY >> _SHIFT, rounded)
         rounded = np.where(magnitude > _INFINITY, _NAN, rounded)  # the upper half of a NaN may be an infinity
         out.view(np.uint16)[:] = rounded | ((bits & _SIGN) >> _SHIFT)

@@ -207,10 +207,10 @@ class FilterChain:
             if received is None or not received.follows(written):
                 raise UnknownKeysError
             if not received.decode(written, keys):
-                raise _malformed(f"{len(keys)} numbers of keys in {len(written)} bytes")
+                raise _malformed(f"{len(keys)} numbers of keys do not take {len(written)} bytes")
         elif form & DELTAS:
             if decode_deltas(written, keys) != len(written):
-                raise _malformed(f"{len(keys)} differences of keys in {len(written)} bytes")
+                raise _malformed(f"{len(keys)} differences of keys do not take {len(written)} bytes")
         elif len(written) != keys.nbytes or (form == RANGE and len(keys) != 2):
             raise _malformed(f"{len(keys)} keys in {len(written)} bytes")
         else:

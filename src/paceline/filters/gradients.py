@@ -166,7 +166,10 @@ class GradientMean:
         return found, read
 
     def _add_up(self, chosen: Positions, values: Floats, out: Floats) -> Generator[RankExchange, Bytes, Floats]:
-        """Write the mean of all ranks' choices to `out`; return this rank's values as the other ranks decode them."""
+        """Exchange the chosen values. At each position that a rank chose, `out` gets their sum divided by the ranks.
+
+        Return this rank's values as the other ranks decode them (rounded).
+        """
         count = len(chosen)
         width = self._num_bytes(count)
         row, read = np.zeros(width + 4 * count, np.uint8), np.empty_like(values)
@@ -185,7 +188,10 @@ class GradientMean:
         return -(-num_bytes_of(self._values, count) // _ALIGNMENT) * _ALIGNMENT
 
     def _write(self, values: Floats, row: Bytes, read: Floats) -> None:
-        """Encode values to the nearest at the start of `row`, because the error is kept; decode them into `read`."""
+        """Encode `values` at the start of `row`, and decode them into `read`.
+
+        Values are rounded to the nearest, not at random, because the next values contain the error of this encoding.
+        """
         row = row[: num_bytes_of(self._values, len(values))]
         write_values(self._values, values, None, row)
         read_values(self._values, row, read)
@@ -195,6 +201,9 @@ class GradientMean:
 
 
 def _left(values: Floats, read: Floats) -> Floats:
-    """Return the error to add to the next values; 0 for values that are not finite."""
+    """Return the encoding's error, to be added to the next values: `values` minus the decoded values `read`.
+
+    The error is 0 where the difference is not finite.
+    """
     with quiet():
         return forget_non_finite(values - read)

@@ -1,8 +1,8 @@
 """Fork children from a process that has already imported and loaded everything they need.
 
-An interpreter that imports NumPy and Numba and loads the kernels takes a second; a fork of such a process takes
-milliseconds. The fork server (:mod:`paceline.launch.warm_parent`) has one thread and no other task. Forks are unsafe
-without ``os.fork``, on macOS, and if the fork server has other threads or torch. In these cases there is no fork
+A new interpreter needs a second to import NumPy and Numba and to load the kernels. A fork of a process that has done so
+takes milliseconds. The fork server (:mod:`paceline.launch.warm_parent`) has one thread and no other task. Forks are
+unsafe without ``os.fork``, on macOS, and if the fork server has other threads or torch. In these cases there is no fork
 server, or the fork server refuses, and children are spawned as new processes. This module imports little, so that the
 fork server starts early.
 """
@@ -234,7 +234,8 @@ class ForkServer:
                 self._line.close()  # otherwise a late reply would be read as the reply to the next request
                 self._line = None
                 if self._process is not None:
-                    self._process.kill()  # otherwise a late fork might duplicate the spawned process
+                    # Otherwise the fork server might still fork the child that the caller now spawns.
+                    self._process.kill()
                 if not isinstance(error, OSError):
                     raise
                 raise ForkError(f"the fork server does not answer: {error}") from None

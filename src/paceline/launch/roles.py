@@ -29,7 +29,7 @@ from .supervisor import watch_parent
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
-_PATIENCE = 4.0  # the longest allowed round of an event loop, in heartbeat intervals
+_PATIENCE = 4.0  # heartbeat intervals after which an event loop that has not run counts as hung
 _RECONNECT_S = 60.0
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S = 0.02

@@ -27,7 +27,7 @@ from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The servers of one bucket, by incarnation. A bucket without members has lost its data."""
+    """The servers that have one bucket, as incarnations. A bucket without members has lost its data."""
 
     members: tuple[int, ...]
     """The servers with all data of the bucket: the primary, then the replicas in order."""
@@ -159,7 +159,10 @@ def chains_of(groups: Iterable[ChainGroup]) -> tuple[Chain, ...]:
 
 
 def changed_groups(before: Iterable[ChainGroup], after: Iterable[ChainGroup]) -> tuple[ChainGroup, ...]:
-    """Return the groups of the buckets whose chains differ; see :func:`with_changes`."""
+    """Return the buckets whose chains differ, grouped by their chains in `after`.
+
+    :func:`with_changes` applies the result to `before`.
+    """
     former = {(group.members, group.filling): group.buckets for group in before}
     changes = []
     for group in after:
@@ -200,8 +203,8 @@ class Planner:
     """The chains of all buckets, and the version, which rises with each change.
 
     `replicas` is the number of replicas per bucket, if enough servers exist. Each primary either had the bucket when
-    all tables were empty, or has received it in a fill. A change moves only the buckets that placement requires. A
-    bucket is lost only when all its members have died.
+    all tables were empty, or has received it in a fill. If servers join or leave, only the buckets move whose placement
+    on the servers has changed. A bucket is lost only when all its members have died.
     """
 
     def __init__(self, num_buckets: int = NUM_BUCKETS, replicas: int = 0) -> None:

@@ -20,10 +20,11 @@ from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 
 class VectorClock:
-    """The number of finished iterations of each worker (by id), and the minimum over the workers that count.
+    """The number of finished iterations of each worker (by id), and the minimum over the counted workers.
 
-    Until ``num_expected`` workers have joined, each missing worker counts with clock ``first_clock``, so that the first
-    workers wait. If no worker counts, the minimum is the highest clock so far. The minimum never decreases.
+    The counted workers are the members that have not finished, and the missing expected workers. Until ``num_expected``
+    workers have joined, each missing worker has the clock ``first_clock``, so that the first workers wait. Without
+    counted workers, the minimum is the highest clock so far. The minimum never decreases.
     """
 
     def __init__(self, num_expected: int = 0, first_clock: int = 0) -> None:
@@ -38,7 +39,7 @@ class VectorClock:
 
     @property
     def minimum(self) -> int:
-        """The smallest clock of the workers that count. O(1)."""
+        """The smallest clock of the counted workers: unfinished members and missing expected workers. O(1)."""
         return self._minimum
 
     @property

@@ -183,7 +183,8 @@ class Iterations:
         """Return whether this server may report to the scheduler that a successor has received all these `buckets`.
 
         After the report the successor may become primary, and workers must be able to resend this server's buffered
-        pushes. So before the report, the whole chain must have all pushes that their senders did not retain (rule 5).
+        pushes. So before the report, the whole chain must have all pushes that their senders did not retain.
+        Source: rule 5 of section "Sequential consistency" in docs/explanation/protocol.md.
         """
         if not buckets & self._replication.primary:
             return True

@@ -212,7 +212,7 @@ class Membership:
         return True
 
     def doubt(self, incarnation: int) -> bool:
-        """Count a member as overdue until its next heartbeat; return whether the process is a member."""
+        """Count a member as overdue until its next heartbeat. Return False if the process is not a member."""
         if incarnation not in self._members:
             return False
         self._heartbeat_s[incarnation] = -float("inf")

@@ -136,11 +136,11 @@ QuorumInstruction: TypeAlias = (
 
 
 class Coordinator:
-    """Starts the quorums of one training.
+    """Starts the quorums of one training. A quorum is a numbered group of the ranks that are present.
 
-    `initial` are the processes of the first quorum; a process that ends before the start is left out. The training
-    fails if fewer than `min_ranks` members live. A member is declared lost if its report has not come
-    `report_timeout_s` after the first member's report.
+    `initial` are the processes of the first quorum, except processes that end before it starts. The training fails if
+    fewer than `min_ranks` members live. The coordinator waits `report_timeout_s` for the members' reports, from the
+    first report on, and declares members without a report lost.
     """
 
     def __init__(self, initial: Iterable[int], *, min_ranks: int, max_ranks: int, report_timeout_s: float) -> None:

@@ -42,7 +42,7 @@ class StepTimes:
         return [statistics.median(times_s) for times_s in zip(*self._steps, strict=True)]
 
     def others(self, rank: int) -> float:
-        """Return the median of the other ranks' medians."""
+        """Return the median of the other ranks' median step times."""
         return statistics.median(time_s for other, time_s in enumerate(self.medians()) if other != rank)
 
     def straggler(self) -> int | None:

@@ -70,7 +70,7 @@ def _copy(result: Future[Any], done: Future[Any]) -> None:
 
 
 class CalleeEnds(RequestServer, ConnectionReceiver):
-    """The callee's ends of the connections from other workers. This class accepts connections and serves requests."""
+    """The callee's ends of the connections from other workers. This class takes them over and serves requests."""
 
     def __init__(self, agent: LocalWorker, token: str) -> None:
         self.num_served = 0
@@ -91,7 +91,8 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
         for end in list(self._callers):
             end.framed.close()
 
-    # The node, which accepts connections of other workers, calls the following methods.
+    # The methods of ConnectionReceiver: the listener (meeting.node.Node) calls them for each connection from another
+    # worker.
 
     @override
     def coming(self, rank: int) -> None:

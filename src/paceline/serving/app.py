@@ -49,7 +49,10 @@ class ModelSource:
         self._last_error: str | None = None
 
     def refresh(self) -> None:
-        """Load a newer model, if any. The old model remains in use until then, and after a failure."""
+        """Load a newer model, if any.
+
+        The old model remains in use while the new model is loaded, and if loading fails.
+        """
         try:
             version = find_version(self._directory)
             if version in (self.version, self._failed):

@@ -133,7 +133,7 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
 
 
 class LogisticRegression(Classifier):
-    """Logistic regression by minibatches, like ``paceline train``; multinomial for more than two classes.
+    """Logistic regression, trained on minibatches like ``paceline train``; multinomial for more than two classes.
 
     X is an array or SciPy sparse matrix of numbers [n, features], or a DataFrame of pandas or polars. Columns of a
     DataFrame that are not numbers are hashed as categories.
@@ -177,7 +177,7 @@ class LogisticRegression(Classifier):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FactorizationMachine(Classifier):
-    """Factorization machine for two classes by minibatches, like ``paceline train --model fm``.
+    """Factorization machine for two classes, trained on minibatches like ``paceline train --model fm``.
 
     In contrast to a linear model it learns the effects of pairs of features. Each feature has a weight, as in
     :class:`LogisticRegression`, and `dim` factors, whose products are the weights of pairs (Rendle, ICDM 2010). X has
@@ -270,7 +270,7 @@ class Regressor(RegressorMixin, SparseEstimator, ABC):
 
 
 class LinearRegression(Regressor):
-    """Linear regression by minibatches with squared loss, like ``paceline train --model regression``.
+    """Linear regression with squared loss, trained on minibatches like ``paceline train --model regression``.
 
     X and the parameters are those of :class:`LogisticRegression`, without `class_weight`. :meth:`fit` sets
     `n_features_in_`, `coef_` (float64 [features]) and `intercept_`. Reading `coef_` raises AttributeError if the model
@@ -283,7 +283,7 @@ class LinearRegression(Regressor):
 
 
 class PoissonRegressor(Regressor):
-    """Poisson regression of counts by minibatches, like ``paceline train --model poisson``, with a logarithmic link.
+    """Poisson regression of counts with a logarithmic link, trained like ``paceline train --model poisson``.
 
     Use it like :class:`LinearRegression`. `coef_` and `intercept_` predict the logarithm of the expected count.
     """

@@ -1,5 +1,5 @@
 """Declare the strategies: names, requirements and options. The launcher, which does not import torch, uses this
-package. ``paceline.torch`` has the implementations.
+package. The package ``paceline.torch`` implements the strategies.
 """
 
 from paceline.strategies.elastic import ElasticFlags, ElasticOptions, choose_elastic

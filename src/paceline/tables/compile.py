@@ -136,7 +136,7 @@ class _EmptyTable:
     """The arrays of an empty hash index. All buckets share one empty line, and no bucket has space for a row."""
 
     def __init__(self) -> None:
-        num_lines = 1 + 1 + index.TAIL_LINES  # the line of key 0, a home line, and the spare lines
+        num_lines = 1 + 1 + index.TAIL_LINES  # for key 0, for all other keys, and the spare lines
         self._memory = np.zeros((num_lines + 1) * index.LINE_BYTES, np.uint8)
         address = self._memory.ctypes.data
         self.directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)

@@ -25,7 +25,7 @@ Positions = npt.NDArray[np.int64]
 
 
 class Selection:
-    """The keys of a request, or its range of elements of a dense table.
+    """The elements of a table that a request reads or writes: keys, or a range of elements of a dense table.
 
     A range selects only the elements that are in `buckets`. None means the buckets of which the server is the primary.
     The first call of :meth:`TablePart.num_values` replaces None by these buckets, so that later changes of the server's

@@ -21,7 +21,7 @@ _TRIAL_ROWS = 1 << 14
 
 
 class SparsePart(TablePart):
-    """The rows of a sparse table that one server holds, by uint64 key.
+    """One server's rows of a sparse table, by uint64 key.
 
     Buckets that the server does not hold have no rows. The caller checks that keys are in held buckets.
     """

@@ -135,7 +135,7 @@ def namespace(kind: str) -> str:
 def bind_tcp(address: Address) -> list[socket.socket]:
     """Return TCP sockets that listen on all addresses of the host name, with one port for all.
 
-    Addresses of other machines are skipped. Raises AddressError if the port is in use on one of the addresses.
+    Addresses of other machines are skipped. Raises AddressError if another socket uses the port on an address.
     """
     netloc = address.netloc
     try:

@@ -165,7 +165,8 @@ def _receive(channel: StreamChannel, handshake: ClientHandshake, timeout_s: floa
         header = channel.next_header(timeout_s)
     except VersionError:
         if handshake.expected_kind is FrameKind.CHALLENGE:
-            channel.send(pack_header(FrameKind.HELLO))  # the header contains this version, which the server reports
+            # The header contains this client's protocol version, so the server can report the difference too.
+            channel.send(pack_header(FrameKind.HELLO))
         raise
     except PacelineError as error:
         raise handshake.explain(error) from None

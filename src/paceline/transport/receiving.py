@@ -230,7 +230,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 )
             except Exception as error:
                 self.frame_failed(header, error)
-            if self._stopped:  # `deliver` has stopped this receiver
+            if self._stopped:  # true if `deliver` has stopped this receiver
                 return  # type: ignore[unreachable]
         if self._check is not None and stop > end:
             self._check.hash(buffer[start:end], stop - start)

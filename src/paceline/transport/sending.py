@@ -92,7 +92,8 @@ class TransportPeer(Peer):
         if self._seal is not None:
             self._send_sealed(self._seal, parts, size)
         elif not self._is_paused and size <= (_JOINED_BYTES if frame is None else CHUNK_BYTES):
-            if not self._is_closing and not self._transport.is_closing():  # a write would make asyncio log an error
+            # asyncio logs errors for writes to a closed transport
+            if not self._is_closing and not self._transport.is_closing():
                 self._write(join(parts) if frame is None else frame)
         else:
             self._enqueue_parts(parts, size)
@@ -104,7 +105,7 @@ class TransportPeer(Peer):
             self._enqueue_parts(parts, size)
             self._enqueue(_END)
         elif not self._is_closing and not self._transport.is_closing():
-            frame = join(parts)  # before the seal is used, which must not change if the join fails
+            frame = join(parts)  # the first step, because a failed join must not change the number of sealed frames
             self._write(join((frame, seal.tag((frame,)))))
 
     @override

@@ -1,4 +1,4 @@
-"""Connect one rank to the other ranks of its group at the first message.
+"""Open connections for messages between two ranks of a group, when a rank sends its first message to another rank.
 
 After a failure, the connections send its reason before they are closed.
 """
@@ -105,7 +105,7 @@ class Streams(ConnectionReceiver):
                 return
         self._reject(connected)
 
-    # The caller of the following methods must not hold the lock.
+    # The following methods acquire the lock, so their callers must not hold it.
 
     def _connect(self, outgoing: Outgoing) -> None:
         connected: socket.socket | None = None

@@ -1,8 +1,8 @@
 """Build trees of ranks with a timetable, and the schedules that send a vector in pieces along these trees.
 
 The pieces of the vector move up the tree (reduce), down the tree (broadcast), or up and then down (all-reduce). The
-timetable assigns each edge of the tree the step at which piece 0 crosses the edge. Piece k crosses k steps later. Each
-round of a rank contains the rank's actions of one step, and the rounds are in the order of steps.
+timetable has, for each edge of the tree, the step in which piece 0 is sent along the edge. Piece k follows k steps
+later. Each round of a rank contains the rank's actions of one step, and the rounds are in the order of steps.
 
 The ranks cannot deadlock, even if each send waits for its receive: a send and its receive have the same step, so the
 ranks at the earliest step can always finish it. The children of a rank send piece k to the rank at different steps,

@@ -57,8 +57,8 @@ class SharedMemory(Engine):
         num_cores: int,
         members: Sequence[int] | None = None,
     ) -> None:
-        """`processes` has the process id of each rank. `members` has the number of each rank in error messages (by
-        default 0, 1, ...).
+        """`processes` has the process id of each rank. `members` has the number by which error messages name each rank
+        (default: 0, 1, ...).
         """
         size = len(processes)
         self.rank, self.size, self.name = rank, size, name

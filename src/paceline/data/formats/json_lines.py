@@ -29,7 +29,7 @@ _SCRATCH_BYTES = 128
 
 
 class JsonLines(Format):
-    """JSON lines. Nested objects have dotted names, and elements of lists are categories."""
+    """JSON lines. A field of a nested object has a name with dots (`user.age`). Elements of lists are categories."""
 
     name = "jsonl"
     column_options = ("--label", "--categorical", "--numeric")

@@ -1,4 +1,4 @@
-"""The options of ``paceline run`` for engines."""
+"""The options of ``paceline run`` for engines: ssh, Slurm and Kubernetes, which start processes on several machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SlurmFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags:
-    """The given options, unchecked."""
+    """The given options for engines, unchecked."""
 
     panel: ClassVar = "Engines"
 

@@ -73,7 +73,7 @@ def read_cluster_file(path: Path) -> ClusterFile:
 
 
 def parse_cluster(text: str, name: str) -> ClusterFile:
-    """Check a description; `name` identifies it in errors. Raises UsageError."""
+    """Parse and check the description of a cluster in JSON. Errors call it `name`. Raises UsageError."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

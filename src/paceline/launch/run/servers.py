@@ -124,7 +124,7 @@ class RunServers(Closing):
             cause = "the scheduler was ended" if self._share is None else "another node ended the servers"
             return cause if self._cut_short else None
         for name, status in self.cluster.dead_children("scheduler") + self.cluster.dead_children("server"):
-            if status or self._link is None:  # otherwise the link to the scheduler will report the reason
+            if status or self._link is None:  # for a child with status 0, the link to the scheduler reports the reason
                 return f"{name} {describe_status(status)}"
         routes = self._watch.newest
         if routes is not None and routes.lost:

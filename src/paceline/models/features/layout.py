@@ -120,7 +120,7 @@ class RowLayout:
 
     @cached_property
     def _sorted_fields(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """The sorted field hashes of the columns, with the number of each."""
+        """The hashes of the column names in ascending order, and the column's number for each hash."""
         hashes = np.array([field_of(name) for name in self.names], np.uint32)
         if len(np.unique(hashes)) < len(hashes):
             raise UsageError(f"two of the fields {self.shown_names} have the same hash. Rename one field")

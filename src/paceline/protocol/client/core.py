@@ -9,8 +9,8 @@ overtake an earlier push. The parts of one push for the same server are merged i
 would treat a second frame with the same number as a duplicate. A request that pushes and pulls is replaced by a push
 and a pull. These replacements never end an iteration, even if the request did, because the resync sends the clock.
 
-Source: views as in :mod:`paceline.protocol.replication`; clocks as in Ho et al. 2013 "More Effective Distributed ML via
-a Stale Synchronous Parallel Parameter Server".
+Source: for views, see :mod:`paceline.protocol.replication`. The clocks are those of Ho et al. 2013 "More Effective
+Distributed ML via a Stale Synchronous Parallel Parameter Server".
 """
 
 from __future__ import annotations

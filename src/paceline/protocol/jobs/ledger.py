@@ -49,7 +49,7 @@ class JobLedger:
         self._num_workers = max(num_workers, 1)
         self.leases = self._begin(ranks, spec.files, list(shards_in(spec.done)))
         self.results = Results(number, spec.progress)
-        self._facts = JobFacts(number)  # the facts that members have received
+        self._facts = JobFacts(number)  # the facts about the job that the members already have
         self._news = JobFacts(number)
         self._has_news = True  # the new job is itself news
 

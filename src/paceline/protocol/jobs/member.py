@@ -25,8 +25,8 @@ class MemberLedger:
     """The record of one worker or poster, updated with each request and each answer.
 
     Reports are stored until the next job, because the scheduler may die with reports that the poster has not received.
-    A new scheduler counts a shard with reports, and the worker's later shards, as finished only after the worker has
-    resent the reports. If the worker dies first, these shards are read again.
+    After a worker has sent reports about a shard, a new scheduler counts this shard and the worker's later shards as
+    finished only when the worker has resent the reports. If the worker dies first, these shards are read again.
     """
 
     def __init__(self) -> None:

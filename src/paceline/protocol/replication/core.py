@@ -47,8 +47,8 @@ from paceline.protocol.replication.place import Place
 class Replication:
     """The replication state of the server with incarnation `me`.
 
-    While a chain has fewer than `min_replicas` replicas, its primary withholds acknowledgements of pushes, but not of
-    sums of iterations (:class:`~paceline.protocol.iterations.Iterations`).
+    While a chain has fewer than `min_replicas` replicas, its primary acknowledges no pushes of workers. The sums of
+    iterations are not affected (:class:`~paceline.protocol.iterations.Iterations`).
 
     Preconditions: for each bucket, the pushes of one incarnation arrive in ascending order, apart from repeats. Links
     preserve order.

@@ -263,7 +263,10 @@ class ChainProgress:
         return self._pending.left() & self._overtaken if self._overtaken else 0
 
     def give_up(self, token: object) -> None:
-        """Drop a withheld push, because the sender's request has timed out."""
+        """Forget a push whose acknowledgement is withheld: its request has timed out or was dropped.
+
+        The push itself stays applied.
+        """
         self._withheld = {push: None for push in self._withheld if push.token is not token}
 
     def take(self, push: PendingPush, fresh: Buckets) -> list[Instruction]:

@@ -223,7 +223,8 @@ class Leader:
         if self._taken_over is not None:
             self._taken_over = self._taken_over.without(member)
         elif member.role is Role.WORKER and incarnation in self.publication.incarnations:
-            self._removed.append(events.Removed(member, reason))  # until a view without this member is committed
+            # The removal is reported when a view without this member is committed.
+            self._removed.append(events.Removed(member, reason))
         else:
             self._out.append(events.Removed(member, reason))
         self.next.removed(incarnation)

@@ -119,7 +119,7 @@ class Prepared(Struct, frozen=True, tag=True):
 
 
 class Promised(Struct, frozen=True, tag=True):
-    """NOTICE of a server that will not prepare a view of a lower term."""
+    """NOTICE of a server that will store no prepared view of a term lower than `term`."""
 
     term: Term
 
@@ -156,7 +156,10 @@ class Elsewhere(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Promise(Struct, frozen=True, tag=True):
-    """NOTICE to a server: do not prepare a view of a lower term in future. Answered by Promised."""
+    """NOTICE to a server: from now on, store no prepared view of a term lower than `term`.
+
+    Answered by Promised, unless the server has promised a higher term.
+    """
 
     term: Term
 

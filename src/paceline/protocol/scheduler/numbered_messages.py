@@ -3,9 +3,9 @@
 Each end numbers and stores its messages until the other end has confirmed them (:class:`MemberEnd`,
 :class:`SchedulerEnd`). After a reconnection both ends continue.
 
-A new scheduler has no stored messages; each member's Rejoin contains the results of the member's former messages.
-Members resend the messages that the former scheduler may not have received. The effect of such a message may also be in
-the Rejoin, if the new scheduler used a Rejoin of an earlier connection.
+A new scheduler has no stored messages. Each member's Rejoin contains the effects of the member's earlier requests for
+its job, and the member resends the messages that the former scheduler has not confirmed. The effect of a resent message
+may already be in the Rejoin, because a member records a request before it sends the request.
 """
 
 from __future__ import annotations

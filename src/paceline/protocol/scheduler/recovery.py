@@ -250,7 +250,10 @@ class Recovery:
 
     @property
     def cluster(self) -> str:
-        """The cluster with the most rejoined servers or, if equal, the most rejoined members; empty without members."""
+        """The cluster from which most servers have rejoined; empty if no member has rejoined.
+
+        If several clusters have equally many rejoined servers, the number of rejoined members decides.
+        """
         votes = Counter(rejoin.cluster for rejoin in self._returned.values())
         servers = Counter(rejoin.cluster for rejoin in self._returned.values() if rejoin.member.role is Role.SERVER)
         return max(votes, key=lambda name: (servers[name], votes[name]), default="")

@@ -275,8 +275,10 @@ class Proposal:
         voters = self.voters
         quorum = commit_quorum(len(voters), self.replicas)
         has_quorum = _have(quorum, voters, ended, self.prepared)
-        # A take-over from the former view needs n - quorum + 1 of its n voters (:func:`may_take_over`), and released
-        # servers may be absent. So at most n - quorum of the staying voters may lack this view.
+        # No scheduler may take over from the former view with voters that all lack this view. If n - quorum + 1 of the
+        # n voters live, a take-over needs as many (:func:`may_take_over`), and `has_quorum` ensures that fewer lack
+        # this view. If fewer voters live, because the released servers have ended, all living voters suffice. Therefore
+        # at least one of the voters that stay must have this view.
         staying = voters - self.released
         stays = _have(max(quorum - len(voters) + len(staying), 1), staying, ended, self.prepared)
         return has_quorum and stays and self.gaining <= self.prepared

@@ -17,7 +17,7 @@ from paceline.protocol.scheduler.views import View
 
 
 class TimingClass(Enum):
-    """The class of a request with respect to timing."""
+    """The kind of a request: it determines whether the server handles, postpones or rejects the request in a view."""
 
     DATA = "data"
     """A push or a read; rejected if it was sent in an older view."""

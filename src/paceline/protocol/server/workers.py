@@ -31,7 +31,7 @@ class Workers:
         """Former members, which never rejoin with the same incarnation."""
 
     def is_excluded(self, incarnation: int) -> bool:
-        """Whether a process has left or died. 0, the incarnation of sums, counts as excluded."""
+        """Whether a process has left or died. Incarnation 0, under which sums are stored, counts as excluded."""
         return incarnation < 1 or incarnation in self.departed
 
     def is_unnamed(self, worker: int) -> bool:

@@ -134,7 +134,7 @@ class SnapshotLoading:
     def _shares(self, version: int) -> list[tuple[ServerConnection, Buckets]]:
         """Return the connection to each server, and the buckets that it leads.
 
-        Raises StaleEpochError if the version of the chains is not `version`.
+        Raises StaleEpochError if the chains have changed since their `version`.
         """
         shares = list(shares_of(self._client))
         if self._client.servers.routes.version != version:

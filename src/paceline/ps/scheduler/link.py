@@ -160,7 +160,7 @@ class SchedulerLink:
         body: Sequence[Any] = (),
         timeout_s: float | None = None,
     ) -> tuple[Any, memoryview]:
-        """Send a message as :meth:`call`; return the answer and its body."""
+        """Send a message like :meth:`call`. Return the decoded answer, and the bytes that follow the answer."""
         return self._finish(self.calls.send(message, tuple(body), Future()), result, timeout_s)
 
     def start(self, message: msgspec.Struct, result: type[_Result]) -> Callable[[], _Result]:

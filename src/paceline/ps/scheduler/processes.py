@@ -30,7 +30,7 @@ _LAST_WORDS_S = 1.0
 
 @functools.cache
 def own_host() -> str:
-    """Return the identity of the kernel and namespace in which process ids are unique."""
+    """Return a text that is equal in two processes only if their process ids belong to one kernel and namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -123,8 +123,9 @@ class Scheduler(Handler):
             self.process_ended, lambda incarnation: self._feed(events.Doubted(incarnation)), fail
         )
         self._timer: asyncio.TimerHandle | None = None
-        self._flush: asyncio.TimerHandle | None = None  # the timer of the next Flush
-        # the last message and its bytes, which several processes may receive
+        # the timer that passes the event Flush to the core, which then publishes the waiting changes
+        self._flush: asyncio.TimerHandle | None = None
+        # the last message and its encoding: a message to several processes is encoded once
         self._encoded: tuple[Any, bytes] = (None, b"")
         self.failure: PacelineError | None = None
         """The reason why this scheduler ended, if no process requested the end."""

@@ -38,7 +38,7 @@ _CHANGES = (
 
 
 class Traffic:
-    """The bytes on a server's connections, including closed connections."""
+    """Counts the bytes sent and received on all connections of a server, including closed connections."""
 
     def __init__(self) -> None:
         self._peers: set[Peer] = set()

@@ -104,7 +104,7 @@ class PeerFilters:
         seed = seed_of(peer.hello.rank, header.clock, header.sequence, header.table)
         try:
             return table.answers.encode_values(values, seed)
-        except UsageError as error:  # an error in a user's filter; clients also accept unfiltered answers
+        except UsageError as error:  # a user's own filter has failed; clients also accept unfiltered answers
             _logger.error("%s: the values are sent without filters", error)
             return None
 

@@ -135,7 +135,8 @@ def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part
         if push.operation == GRADIENTS:
-            part.num_values(piece.selection)  # finds the positions of the keys, and checks that they exist
+            # In a dense part, num_values checks that the keys exist, and stores their positions in the selection.
+            part.num_values(piece.selection)
             if not is_seen:
                 part.magnitudes.take_unseen(float(largest(piece.floats)))
             part.push(piece.selection, piece.floats)

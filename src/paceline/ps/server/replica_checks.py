@@ -80,7 +80,7 @@ class ReplicaChecks:
 
     def __init__(self, tables: ServerTables) -> None:
         self._tables = tables
-        self._left: list[tuple[int, int]] = []  # (target, bucket): the remaining comparisons of the round
+        self._left: list[tuple[int, int]] = []  # (target, bucket): comparisons not yet started in this round
         self._num_in_round = 1
         self._differences: dict[tuple[int, int], str] = {}  # bucket, table (0: the pushes) → message
         self._unordered: set[int] = set()

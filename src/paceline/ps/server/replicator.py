@@ -127,7 +127,7 @@ class _Link(Handler):
                 peer.abort()
                 return
             self.peer, self._taken = peer, -1
-            # the reply ends earlier reports that the server is unreachable, also on an idle link
+            # after the reply to this PING the server no longer counts as unreachable, even if nothing else is sent
             peer.send(*frame_parts(PING))
             owner._on_up(self._target)
             await self._broken.wait()

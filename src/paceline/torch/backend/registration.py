@@ -79,7 +79,8 @@ def find_place(store: CStore, master: str | None) -> str:
     if isinstance(store, TCPStore):
         return str(store.host)
     if isinstance(store, FileStore):
-        return master or LOOPBACK  # `master` is the launcher's host; its ranks on several hosts may share the file
+        # Ranks on several hosts may share the file, so the address is the launcher's host `master`, if there is one.
+        return master or LOOPBACK
     return LOOPBACK
 
 

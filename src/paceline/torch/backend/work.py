@@ -1,4 +1,4 @@
-"""The results of a process group's calls, and their futures."""
+"""The ``Work`` objects that calls of a process group return to PyTorch, and their futures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ _AnyTensor: Any = torch.Tensor
 
 
 class _Failed(_AnyTensor):  # type: ignore[misc]
-    """The value of a failed call: each use raises the error. C++ code reads a future's value, but not its error."""
+    """The value in the future of a failed call. Each use of the value raises the call's error.
+
+    This is needed because C++ code of PyTorch reads a future's value, but not its error.
+    """
 
     error: Exception
 

@@ -181,7 +181,7 @@ class _NotTraceableError(Exception):
 class _Tracer(fx.Tracer):
     """Traces all modules except `whole`.
 
-    Rejects forwards that change modes, or draw random numbers without a tensor.
+    Rejects forwards that turn gradients or autocast on or off, or draw random numbers without an input tensor.
     """
 
     proxy_buffer_attributes = True

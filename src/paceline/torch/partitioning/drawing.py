@@ -91,7 +91,10 @@ def draw_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) ->
 
 
 def find_rows(segments: Sequence[GraphSegment]) -> list[int]:
-    """Return the row of each segment, from 1: below the segments it waits for, one segment per row and device."""
+    """Return the row of each segment in the drawing, from 1.
+
+    A segment is below all segments for which it waits. A row has at most one segment of each device.
+    """
     rows: list[int] = []
     occupied: set[tuple[int, int]] = set()
     for segment in segments:

@@ -27,10 +27,10 @@ from paceline.torch.strategies.server.cluster import check_cluster, check_is_fir
 class Hybrid(AllReduce):
     """One process per device: servers store embeddings' rows, all-reduce averages the gradients of other parameters.
 
-    The default for models with Paceline's embeddings. ``optimizer.step()`` sends this rank's gradients of rows, and
-    ends the rank's iteration. The rows of the next batch are requested during the computation of the current batch. The
-    cluster's consistency determines when servers apply gradients: on arrival under ``bounded:4``, the default of
-    ``paceline run``; averaged over the ranks, once per iteration, under ``sequential``.
+    The default for models with Paceline's embeddings. ``optimizer.step()`` sends this rank's gradients of embeddings'
+    rows to the servers, and ends the rank's iteration. The rows of the next batch are requested during the computation
+    of the current batch. The cluster's consistency determines when servers apply gradients: on arrival under
+    ``bounded:4``, the default of ``paceline run``; averaged over the ranks, once per iteration, under ``sequential``.
 
     Options: those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency`, `replicas` and
     `min_replicas` of `ParameterServer`. `filters` (a list, or a text such as ``key-caching,quantize:8``; default:

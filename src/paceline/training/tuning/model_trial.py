@@ -1,12 +1,13 @@
 """Try settings of any model on a sample of the data, in this process.
 
-A trial uses the model's own minibatches and update rules. It chooses held-out examples and passes as
-:mod:`paceline.training.tuning.trial` does.
+A trial uses the model's own minibatches and update rules. It chooses the held-out examples and the number of passes in
+the same way as :mod:`paceline.training.tuning.trial`.
 
 A trial of one setting takes about one second on one core. The numbers of examples, passes and folds follow from an
 estimate of the model's speed, because a measured speed could lead to other choices for equal data. Slower models are
-tried on fewer examples: at least 8,192, in runs of neighbours from the whole sample, with all examples of the rarer of
-two classes. On small data slow models use fewer of the five folds, but at least one.
+tried on fewer examples: at least 8,192, in runs of consecutive examples from the whole sample. If the labels have two
+classes, all examples of the rarer class are used, up to half of the number. On small data slow models use fewer of the
+five folds, but at least one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Read several shards at once, so that each minibatch has examples from the whole file.
 
-In a file sorted by label, minibatches of neighbours would teach the labels one after another. Here the order of shards
-leaps through the file, and a minibatch has a few examples from each open shard.
+In a file sorted by label, a minibatch of consecutive examples would have only one label, and the model would learn the
+labels one after another. Here the order of shards leaps through the file, and a minibatch has a few examples from each
+open shard.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class _Direction:
             if self.held:
                 self.held = self.held[self._target.send(self.held) :]
                 return True
-            # The method of the TLS socket would close both directions. So call the method of the base class.
+            # SSLSocket.shutdown would discard the TLS state, so that the other direction would end too.
             socket.socket.shutdown(self._target, socket.SHUT_WR)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False

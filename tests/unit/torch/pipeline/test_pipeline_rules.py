@@ -143,7 +143,7 @@ def test_a_split_backward_needs_splittable_layers() -> None:
 
 def test_deadlocked_orders_are_found() -> None:
     orders = ((Action("B", 0, 0), Action("F", 0, 0)),)
-    with pytest.raises(ValueError, match="wait for one another"):
+    with pytest.raises(ValueError, match="deadlock in the schedule"):
         play(orders, [0], [StageTimes(forward_s=1, backward_s=1)], lambda stage: 0.0)
 
 

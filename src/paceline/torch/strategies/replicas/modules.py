@@ -77,7 +77,7 @@ class ReplicaModule:
         for original in module.modules():
             copy = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
             copies[id(original)] = copy
-            copy._compiled_call_impl = None  # the compiled code would use the original's parameters
+            copy._compiled_call_impl = None  # code compiled for the original uses the original's parameters
             self._pairs.append((original, copy))
         self.module = copies[id(module)]
         self.module.__class__ = replaced.plain

@@ -106,7 +106,10 @@ class _Normalize(torch.autograd.Function):
 
 
 def with_sync_batch_norm(model: nn.Module) -> nn.Module:
-    """Return a model whose batch normalization covers all ranks; on CUDA with torch's ``SyncBatchNorm``."""
+    """Return a model whose batch normalization uses the batches of all ranks.
+
+    A model on CUDA gets the ``SyncBatchNorm`` of PyTorch, and other models get :class:`SyncBatchNorm`.
+    """
     if any(parameter.is_cuda for parameter in model.parameters()):
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return converted

@@ -16,7 +16,8 @@ from paceline.torch.strategies.server.dense_parameters import DenseParameters
 class ServerOptimizer(Optimizer):
     """Replaces the user's optimizer, with the same groups, hooks and schedulers, and with the state on the servers."""
 
-    _step_supports_amp_scaling = False  # GradScaler must divide the gradients itself, even for a fused optimizer
+    # GradScaler leaves the division of the gradients to a fused optimizer. For this optimizer, GradScaler must divide.
+    _step_supports_amp_scaling = False
 
     # Optimizer.__init__ is not called, because all other attributes come from the user's optimizer.
 

@@ -133,7 +133,8 @@ def clip_shards(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: 
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
     is_largest = norm_type == float("inf")
-    totals = torch.zeros(2, dtype=torch.float64, device=device)  # the sums over shards, and over unsharded gradients
+    # the sum of norm**norm_type (for an infinite norm: the maximum) of the shards, and of the unsharded gradients
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     for grad, local in zip(grads, locals_, strict=True):
         if local.numel():

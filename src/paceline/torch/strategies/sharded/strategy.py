@@ -193,7 +193,7 @@ class Sharded(Strategy):
     @override
     def gather_values(self) -> dict[str, Tensor]:
         """Return the complete parameters and persistent buffers by name, on rank 0. Every rank calls this method."""
-        # The strategy's own group comes first, because its error names a rank that saves alone.
+        # An exchange in the strategy's own group comes first: if only one rank saves, its error names this rank.
         self._ranks.exchange_as("gathers the model's values, as save() does", None)
         values = {name: as_complete(value, keep=self.is_main) for name, value in super().gather_values().items()}
         return values if self.is_main else {}

@@ -107,9 +107,9 @@ def _shared(model: nn.Module, name: str) -> list[str]:
 def shard_dimension(shape: Sequence[int] | torch.Size, num_shards: int) -> int | None:
     """Return the dimension along which a parameter is sharded; None if every process keeps it complete.
 
-    The dimension is 0, unless shards would be empty. In that case it is the first other dimension whose size is a
-    multiple of the number of shards: a layer of shape (1, n) is sharded along its inputs. Without such a dimension, a
-    small parameter is not sharded.
+    The dimension is 0, unless shards would be empty. In that case, it is the first other dimension whose size is a
+    multiple of the number of shards. For example, a layer of shape (1, n) is sharded along its inputs. If no dimension
+    fits, a small parameter is not sharded, and a large parameter is sharded along dimension 0.
     """
     rows = -(-shape[0] // num_shards) if shape and shape[0] else 0
     if rows and -(-shape[0] // rows) == num_shards:

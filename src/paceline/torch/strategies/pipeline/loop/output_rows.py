@@ -204,7 +204,11 @@ class OutputRows:
         return 0 if self._shapes is None else self._shapes().output_dimension(leaf)
 
     def number_weights(self, leaf: int, rows: Sequence[int]) -> list[float]:
-        """Return the weight of each microbatch's number in the batch's number. Raises UsageError without a rule."""
+        """Return one weight per microbatch for output `leaf`, a single number such as a loss.
+
+        The weighted sum of the microbatches' numbers is the batch's number. `rows` has the number of rows of each
+        microbatch. Raises UsageError if no rule for the combination of the numbers is known.
+        """
         assert self._shapes is not None
         shapes = self._shapes()
         return rule_of(shapes.output_node(leaf), self._graph, shapes).weights(self._graph, self._arguments, rows)

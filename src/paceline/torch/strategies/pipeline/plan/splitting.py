@@ -85,7 +85,8 @@ def split_layers(
     memory = [0.0, *itertools.accumulate(stage_bytes([layer], limits) for layer in layers)]
     crossing = [0.0, *(crossing_s(cut) for cut in range(1, count)), 0.0]
     worst = (float("inf"), float("inf"))
-    # best[j]: the slowest stage's time and the total crossing time in the best split of the first j layers so far.
+    # Before stage s, best[j] is for the best split of the first j layers into s stages: the slowest stage's time, and
+    # the total time to cross the cuts between its stages.
     best = [(0.0, 0.0), *[worst] * count]
     begins: list[list[int]] = []
     for stage in range(num_stages):

@@ -85,7 +85,10 @@ def play(
                 num_left -= 1
         if num_left == before:
             stuck = [row[at[rank]] for rank, row in enumerate(orders) if at[rank] < len(row)]
-            raise ValueError(f"the orders wait for one another: {stuck}")
+            raise ValueError(
+                "deadlock in the schedule: each of these next actions of the ranks needs a result that is not "
+                f"computed: {stuck}"
+            )
     for rank in range(len(orders)):
         update_s = sum(stage.update_s for stage, place in zip(times, places, strict=True) if place == rank)
         free[rank], busy[rank] = free[rank] + update_s, busy[rank] + update_s

@@ -25,7 +25,7 @@ class LayerError(Exception):
 
 @dataclass(slots=True)
 class Saved:
-    """The state of one microbatch in a stage between forward and backward."""
+    """The state that a stage keeps for one microbatch between the microbatch's forward and its backward."""
 
     outputs: list[Tensor]
     """The outputs that need a gradient."""

@@ -116,7 +116,8 @@ def _is_plain(x: Any, weight: Any) -> bool:
         and not getattr(weight, "_post_accumulate_grad_hooks", None)
         and not torch.is_autocast_enabled("cpu")
         and torch._C._functorch.peek_interpreter_stack() is None
-        and _top_hooks(True) is None  # under torch.utils.checkpoint, the forward is repeated outside this mode
+        # Under torch.utils.checkpoint, autograd repeats the forward without WeightProducts.
+        and _top_hooks(True) is None
     )
 
 
