@@ -69,7 +69,7 @@ def welcome_stream(
 
     ``context`` and its ``certificate`` (DER) enable TLS. With TLS, the returned socket differs from ``connected``.
 
-    ``expect`` is called with the client's Hello before the client is accepted, and may raise a PacelineError to reject the
+    ``expect`` is called with the client's Hello before the client is accepted. It raises a PacelineError to reject the
     client. If the handshake fails, the client receives the reason, the socket is closed and the error is raised.
     ``timeout_s`` limits each wait.
     """
