@@ -170,13 +170,14 @@ class FakeSlurm:
             path.chmod(0o755)
         self.reply("sbatch", "0 7")
         (folder / "train.py").write_text("")
-        (folder / "out").write_text("[rank 0] hello\n")
+        (folder / "the output").write_text("[rank 0] hello\n")
 
     def reply(self, name: str, *lines: str) -> None:
         (self.folder / name).write_text("\n".join(lines))
 
     def states(self, *states: str) -> None:
-        self.reply("scontrol", *(f"0 JobId=7 JobName=JobState=X {state} StdOut={self.folder}/out" for state in states))
+        output = f"StdOut={self.folder}/the output"
+        self.reply("scontrol", *(f"0 JobId=7 JobName=JobState=X {state} {output}" for state in states))
 
     def calls(self, name: str) -> list[list[str]]:
         calls = map(json.loads, (self.folder / "calls").read_text().splitlines())

@@ -31,7 +31,8 @@ _POLL_S: Final = 2.0
 _CANCEL_S: Final = 60.0
 _STATUS_OF_SIGTERM: Final = 143
 _SHOWN_CHARS: Final = 300
-_FIELD = re.compile(r"(?:^|\s)(JobState|Reason|ExitCode|StdOut|NodeList|Restarts)=(\S*)")
+_FIELD = re.compile(r"(?:^|\s)(JobState|Reason|ExitCode|NodeList|StdOut)=((?<=StdOut=).*|\S*)")
+"""A field of ``scontrol show job``. The path of the output may have spaces, and is the last field of its line."""
 _WAITING: Final = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _ENDED: Final = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
@@ -128,7 +129,7 @@ class Slurm(RunEngine):
         if self._job is None or time.monotonic() < self._polled_s + _POLL_S:
             return None
         self._polled_s = time.monotonic()
-        done = _call("scontrol", "show", "job", "-o", self._job)
+        done = _call("scontrol", "show", "job", self._job)
         if done.returncode:
             if "Invalid job id" not in done.stderr:
                 return None  # the controller does not answer, but the job continues
