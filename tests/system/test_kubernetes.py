@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import yaml
 from paceline.cli import main
 from paceline.launch.engines.engine import RunEnd, RunRole
 from paceline.launch.engines.kubernetes import Kubernetes
+from paceline.launch.engines.kubernetes_api import ClusterApi
 from paceline.launch.engines.manifests import PodOptions
 from paceline.launch.engines.options import EngineFlags
 
@@ -188,6 +190,66 @@ def test_a_server_that_fails_for_some_time(cluster: KubernetesCluster, capfd: py
     assert errors.count("The run continues") == 1
     assert cluster.failures == []
     assert cluster.objects == {}
+
+
+def test_logs_that_may_not_be_read(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:
+    cluster.failures = [("GET", "/log", 403)] * 1000
+    assert follow("import sys; print('hello'); sys.exit(3)").status == 3
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert errors.count("does not permit the request (403)") == 1
+
+
+def test_lines_that_come_faster_than_they_are_printed(
+    cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither printing nor the store of unprinted lines may grow without a limit."""
+    for module in ("kubernetes", "pod_logs"):
+        monkeypatch.setattr(f"paceline.launch.engines.{module}.MOST_LINES", 10)
+    taken: list[int] = []
+    waiting: list[int] = []
+
+    class Output:
+        def write(self, data: bytes) -> None:
+            taken.append(data.count(b"\n"))
+            time.sleep(0.1)  # the reader is slower than the pods
+            waiting.append(engine._lines.qsize())
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=Output()))
+    role = RunRole(name="ranks", command=(sys.executable, "-c", "while True: print(1)"), num_nodes=2, num_cpus=1)
+    with Kubernetes(EngineFlags(pods=PodOptions(image="image", name="demo"))) as engine:
+        engine.start([role])
+        deadline = time.monotonic() + 60.0
+        while len(taken) < 3:
+            assert engine.poll() is None
+            assert time.monotonic() < deadline
+    assert max(taken) == 10
+    assert 10 <= max(waiting) <= 12
+
+
+def test_a_second_ctrl_c_names_the_objects_that_are_left(
+    cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def call(api: ClusterApi, method: str, *words: Any, **options: Any) -> Any:
+        if method == "DELETE":
+            raise KeyboardInterrupt
+        return original(api, method, *words, **options)
+
+    original = ClusterApi.call
+    monkeypatch.setattr(ClusterApi, "call", call)
+    role = RunRole(name="ranks", command=("sleep", "60"), num_nodes=2, num_cpus=1)
+    engine = Kubernetes(EngineFlags(pods=PodOptions(image="image", name="demo")))
+    engine.start([role])
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    errors = capfd.readouterr().err
+    names = ("secret demo-token", "service demo", "job demo")
+    assert all(f"Run `kubectl delete {name} --namespace ml`" in errors for name in names), errors
+    for path in [*cluster.objects]:
+        cluster.delete(path)
 
 
 def test_a_rejection_while_the_run_is_followed(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:

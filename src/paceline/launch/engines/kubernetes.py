@@ -19,7 +19,7 @@ from .engine import RunEnd, RunEngine, RunRole, report
 from .kubernetes_api import ApiError, ClusterApi
 from .manifests import Manifest, format_manifests, manifests_of_run
 from .options import EngineFlags
-from .pod_logs import PodLog
+from .pod_logs import MOST_LINES, PodLog
 from .pods import PodGroup
 
 _LABEL: Final = "paceline-run"
@@ -122,8 +122,10 @@ class Kubernetes(RunEngine):
             ended = [self._logs[pod.uid] for group in self._groups for pod in group.pods if self._is_ended(pod.uid)]
             deadline_s = time.monotonic() + _DRAIN_S
             while not all(log.is_read for log in ended) and time.monotonic() < deadline_s:
-                self._print_lines(_WAIT_S / 10)
+                if self._print_lines(_WAIT_S / 10):
+                    deadline_s = time.monotonic() + _DRAIN_S
             self._print_lines(0.0)
+            self._report_unread_logs()
         return end
 
     def _is_ended(self, uid: str) -> bool:
@@ -145,16 +147,22 @@ class Kubernetes(RunEngine):
     def _follow_logs(self) -> None:
         for pod in (pod for group in self._groups for pod in group.pods):
             if pod.has_started and pod.uid not in self._logs:
-                self._logs[pod.uid] = PodLog(self._api, pod.name, self._lines.put)
+                self._logs[pod.uid] = PodLog(self._api, pod.name, self._lines)
                 self._logs[pod.uid].start()
             if pod.is_over and pod.uid in self._logs:
                 self._logs[pod.uid].is_over = True
+        self._report_unread_logs()
 
-    def _print_lines(self, seconds: float) -> None:
-        """Wait for lines of the logs, and print those that are present."""
+    def _report_unread_logs(self) -> None:
+        problem = next((log.problem for log in self._logs.values() if log.problem is not None), None)
+        if problem is not None:
+            self._report_once(f"{problem}. The output of this pod is not shown")
+
+    def _print_lines(self, seconds: float) -> bool:
+        """Wait for lines of the logs, and print those that are present; return whether there were lines."""
         deadline_s = time.monotonic() + seconds
         lines: list[bytes] = []
-        while not lines or not self._lines.empty():
+        while len(lines) < MOST_LINES and (not lines or not self._lines.empty()):
             left_s = max(deadline_s - time.monotonic(), 0.0)
             try:
                 lines.append(self._lines.get(timeout=left_s))
@@ -167,14 +175,23 @@ class Kubernetes(RunEngine):
             except BrokenPipeError:
                 self._is_unread = True  # the objects still have to be deleted
                 raise
+        return bool(lines)
 
     @override
     def close(self) -> None:
         requested, self._requested, self._groups = self._requested, [], []
+        deleted: list[Manifest] = []
         try:
-            deleted = [manifest for manifest in reversed(requested) if self._delete(manifest)]
+            while requested:
+                if self._delete(requested[-1]):
+                    deleted.append(requested[-1])
+                requested.pop()
             self._wait_deleted(deleted)
         finally:
+            for manifest in requested:  # after a second Ctrl-C
+                report(f"{manifest['kind']} may still exist. Run `{self._deletion_of(manifest)}`")
+            for log in self._logs.values():
+                log.stop()
             for log in self._logs.values():
                 log.close()
             self._logs = {}

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
-from collections.abc import Callable
 from typing import Any, Final
+
+from paceline.transport.backoff import Backoff
 
 from .kubernetes_api import ApiError, ClusterApi
 from .manifests import CONTAINER
 
 _PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 8.0
+MOST_LINES: Final = 10_000
+"""Lines of all logs that are read but not yet printed. Then reading waits."""
+_WAIT_S: Final = 0.05
 _CLOSE_S: Final = 5.0
 """Time for the thread to end. It may wait for an API server that does not answer."""
 
 
 class PodLog:
-    """Passes each line of a pod's log to `write`, once and in order."""
+    """Puts each line of a pod's log into `lines`, once and in order."""
 
-    def __init__(self, api: ClusterApi, pod: str, write: Callable[[bytes], None]) -> None:
+    def __init__(self, api: ClusterApi, pod: str, lines: queue.SimpleQueue[bytes]) -> None:
         self.is_over = False
         """Whether the pod has ended. Set it, so that reading ends after the last line."""
-        self._api, self._pod, self._write = api, pod, write
+        self.problem: str | None = None
+        """The reason why the API server rejects the reading."""
+        self._api, self._pod, self._lines = api, pod, lines
         self._last, self._last_key, self._num_last = "", ("", ""), 0
         """Time of the last line, the same for comparisons, and number of lines with this time."""
         self._response: Any = None
@@ -36,25 +44,39 @@ class PodLog:
         """Whether reading has ended."""
         return not self._thread.is_alive()
 
-    def close(self) -> None:
-        """End reading. Idempotent."""
+    def stop(self) -> None:
+        """Request the end of reading."""
         self._closed.set()
         with contextlib.suppress(AttributeError, ValueError, OSError):  # there is no connection, or it ends just now
             self._response.shutdown()
+
+    def close(self) -> None:
+        """End reading. Idempotent."""
+        self.stop()
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
+        pauses = Backoff(_PAUSE_S, _LONGEST_PAUSE_S)
         while not self._closed.is_set():
-            was_over = self.is_over
+            was_over, last = self.is_over, (self._last, self._num_last)
             try:
                 self._read(is_last=was_over)
             except ApiError as error:
+                if error.status in (401, 403):
+                    self.problem = str(error)
                 if error.status == 404 or (was_over and not error.is_transient):
                     return  # the pod was deleted, or its container never ran
             else:
                 if was_over:
                     return
-            self._closed.wait(_PAUSE_S)
+            if last != (self._last, self._num_last):
+                pauses.reset()
+            self._closed.wait(pauses.next_s())
+
+    def _write(self, line: bytes) -> None:
+        while self._lines.qsize() >= MOST_LINES and not self._closed.wait(_WAIT_S):
+            pass
+        self._lines.put(line)
 
     def _read(self, *, is_last: bool) -> None:
         """Read from the last line on. The end of the stream may cut a line, unless the pod has ended before."""
