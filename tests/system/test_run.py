@@ -299,6 +299,8 @@ def test_two_nodes(forking: Commands, tmp_path: Path) -> None:
         (("predict",), "paceline: predict: expected run, scheduler or train, "),
         (("run", "--node-rank", "1", "train.py"), "paceline: --node-rank: leave it out, "),
         (("run", "--nnodes", "0", "train.py"), "paceline: --nnodes 0: expected 1 or more"),
+        (("run", "--threads", "0", "train.py"), "paceline: --threads 0: expected 1 or more"),
+        (("run", "--nnodes", "2"), "paceline: no script. "),
         (("scheduler", "--servers", "1", "--replicas", "3"), "paceline: replicas=3 with servers=1: "),
         (("run", "--no-such-option", "train.py"), "paceline: unknown option --no-such-option"),
         (("train", "--scheduler", "a:1", __file__), "paceline: --scheduler: leave it out, "),

@@ -64,11 +64,14 @@ def manifests(
     values = _parse(context, name, arguments)
     if pods.kind != "job" and name != "run":
         raise UsageError(f"--kind {pods.kind} is only for paceline manifests run. For {name}, leave --kind out")
+    from paceline.launch.run.run import check_script
     from paceline.launch.run.setup import plan_roles
     from paceline.transport.security.authentication import make_token
 
     if name == "run":
-        _, _, nnodes = plan_roles(build_flags(RunOptions, "options", values))  # raises UsageError for invalid options
+        options = build_flags(RunOptions, "options", values)
+        check_script(options, is_here=False)
+        _, _, nnodes = plan_roles(options)  # raises UsageError for invalid options
         found = manifests_of_run(pods, make_token(), nnodes, ["paceline", *command])
     elif name == "scheduler":
         build_flags(ClusterFlags, "cluster", values).parse()  # raises UsageError for invalid settings

@@ -109,7 +109,7 @@ print("end", end="")
 
 def check_status(setting: EngineSetting) -> None:
     """The run has the status of a failed process, or 128 plus the number of the signal that killed it."""
-    for program, status in (("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)):
+    for program, status in (("sys.exit(3)", 3), ("sys.exit(-1)", 255), ("os.kill(os.getpid(), signal.SIGKILL)", 137)):
         end, _ = setting.run(setting.role(program))
         assert end.status == status, end
     missing = RunRole(name="ranks", command=(str(setting.folder / "missing"),), num_nodes=1, num_cpus=1)

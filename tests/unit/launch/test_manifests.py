@@ -113,6 +113,12 @@ def test_a_secret_that_exists_is_used() -> None:
         ({"memory": "8 GB"}, "--memory 8 GB: expected a quantity"),
         ({"volume": ["data"]}, "--volume data: "),
         ({"volume": ["data:relative"]}, "--volume data:relative: "),
+        ({"volume": ["Data:/data"]}, "--volume Data:/data: "),
+        ({"volume": ["data:/a:b"]}, "--volume data:/a:b: "),
+        ({"namespace": "a" * 64}, "--namespace aaa"),
+        ({"namespace": "a.b"}, "--namespace a.b: "),
+        ({"tls_secret": "a..b"}, "--tls-secret a..b: "),
+        ({"name": "1demo"}, "--name 1demo: "),
         ({"kind": "trainjob", "volume": ["data:/data"]}, "--kind trainjob: "),
         ({"kind": "trainjob", "restarts": 1}, "--kind trainjob: --restarts"),
         ({"namespace": "Foo Bar"}, "--namespace Foo Bar: "),
@@ -122,6 +128,13 @@ def test_a_secret_that_exists_is_used() -> None:
 def test_invalid_options(wrong: Mapping[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         PodOptions(image="me/train:1", **wrong)
+
+
+def test_names_that_kubernetes_permits() -> None:
+    pods = dataclasses.replace(
+        PODS, namespace="2026-" + "a" * 58, secret="my.token", tls_secret="a" * 253, volume=["my.data:/data"]
+    )
+    check(manifests_of_run(pods, "t", 2, ["train.py"]))
 
 
 def test_arguments_reach_the_pod_unchanged() -> None:

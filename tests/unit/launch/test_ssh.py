@@ -155,7 +155,7 @@ def test_the_first_failure_ends_all_hosts(
 def test_a_lost_connection_ends_all_hosts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "b.sh").write_text(f"{sys.executable} -m {MODULE}; exit 255")
+    (folder / "b.sh").write_text(replace_program("import os\nos.chdir = lambda folder: os._exit(255)"))
     assert run(monkeypatch, "--hosts", "a:2,b:1", "train.py") == 1
     assert "host b: the connection was lost" in capfd.readouterr().err.splitlines()[-1]
 
@@ -239,6 +239,19 @@ def test_wrong_usage_starts_nothing(
     assert run(monkeypatch, "--hosts", "a:1,b:1", *words, "train.py") == 2
     assert text in capfd.readouterr().err
     assert not (folder / "calls").exists()
+
+
+@pytest.mark.parametrize("name", ["argument", "variable"])
+def test_text_that_is_not_utf8(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    if name == "variable":
+        monkeypatch.setenv("PYTHONPATH", "\udcff")
+    assert run(monkeypatch, "--hosts", "a", "train.py", "\udcff" if name == "argument" else "x") == 2
+    errors = capfd.readouterr().err
+    assert "not UTF-8" in errors
+    assert errors.count("\n") == 1, errors
+    assert not (folder / "pid0").exists()
 
 
 def test_an_engine_without_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

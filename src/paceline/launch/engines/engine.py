@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
 
 from paceline.closing import Closing
+from paceline.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRole:
-    """Equal processes of a run."""
+    """Equal processes of a run. Raises UsageError for a command that is not UTF-8."""
 
     name: str
     command: tuple[str, ...]
@@ -24,6 +25,9 @@ class RunRole:
     """Number of cores of each process."""
     files: tuple[str, ...] = ()
     """Files that every node needs, relative to the current folder."""
+
+    def __post_init__(self) -> None:
+        check_utf8(self.command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,13 @@ class RunEngine(ABC, Closing):
     @override
     def close(self) -> None:
         """Cancel the run, unless it has ended, and wait until nothing is allocated. Idempotent."""
+
+
+def check_utf8(texts: Iterable[str]) -> None:
+    """Raise UsageError for a text that is not UTF-8, because scripts, messages and manifests must be."""
+    for text in texts:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise UsageError(f"{text!r} is not UTF-8, so an engine cannot pass it on. Rename it")
 
 
 def report(text: str) -> None:

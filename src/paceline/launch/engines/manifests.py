@@ -19,6 +19,8 @@ from paceline.command_options import option
 from paceline.errors import UsageError
 from paceline.launch.flags import RENDEZVOUS_PORT, SCHEDULER_PORT
 
+from .engine import check_utf8
+
 Manifest: TypeAlias = dict[str, Any]
 
 KINDS: Final = ("job", "jobset", "trainjob")
@@ -31,7 +33,10 @@ _GRACE_S: Final = 600
 _START_S: Final = 600
 """Time for the scheduler's image to arrive, while servers and workers wait."""
 
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+_LABEL: Final = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+_NAME = re.compile(rf"(?=[a-z]){_LABEL}")
+_NAMESPACE = re.compile(_LABEL)
+_SUBDOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _PLAIN: Final = re.compile(r"(--)?[A-Za-z][\w./-]*")
 _WORDS_OF_YAML: Final = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
@@ -58,20 +63,17 @@ class PodOptions:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UsageError(f"--kind {self.kind}: expected one of {', '.join(KINDS)}")
-        names = {"name": self.name, "namespace": self.namespace, "secret": self.secret, "tls-secret": self.tls_secret}
-        for flag, name in names.items():
-            if name is not None and not _NAME.fullmatch(name):
-                raise UsageError(
-                    f"--{flag} {name}: expected a name of Kubernetes: at most 40 lower-case letters, digits and "
-                    "hyphens, with a letter first and no hyphen last"
-                )
+        _check_name("name", self.name, _NAME, 40, "letters, digits and hyphens, with a letter first and no hyphen last")
+        _check_name("namespace", self.namespace, _NAMESPACE, 63, "letters, digits and hyphens, no hyphen first or last")
+        for flag, name in (("secret", self.secret), ("tls-secret", self.tls_secret)):
+            _check_name(flag, name, _SUBDOMAIN, 253, "letters, digits, hyphens and dots, such as my.token")
         for flag, quantity in (("--cpus", self.cpus), ("--memory", self.memory)):
             if quantity is not None and not _QUANTITY.fullmatch(quantity):
                 raise UsageError(f"{flag} {quantity}: expected a quantity of Kubernetes, such as 4, 500m or 8Gi")
         if self.image is not None and (not self.image or not self.image.isprintable() or " " in self.image):
             raise UsageError(f"--image {self.image!r}: expected the name of an image, such as me/train:1")
         for volume, (claim, path) in zip(self.volume or (), self.volumes, strict=True):
-            if not claim or not path.startswith("/"):
+            if not _SUBDOMAIN.fullmatch(claim) or not path.startswith("/") or ":" in path:
                 raise UsageError(f"--volume {volume}: expected the name of a claim and a path, such as data:/data")
         paths = [path for _, path in self.volumes]
         if len({*paths, _TLS_FOLDER}) <= len(paths):
@@ -91,6 +93,11 @@ class PodOptions:
     def scheduler(self) -> str:
         """The scheduler's address within the cluster."""
         return f"{self.name}-scheduler:{SCHEDULER_PORT}"
+
+
+def _check_name(flag: str, name: str | None, pattern: re.Pattern[str], most: int, letters: str) -> None:
+    if name is not None and not (len(name) <= most and pattern.fullmatch(name)):
+        raise UsageError(f"--{flag} {name}: expected a name of Kubernetes: at most {most} lower-case {letters}")
 
 
 def manifests_of_run(pods: PodOptions, token: str, nnodes: int, command: Sequence[str]) -> list[Manifest]:
@@ -188,9 +195,7 @@ def _variables_of_node(pods: PodOptions, nnodes: int) -> list[Manifest]:
 
 def _escape(arguments: Sequence[str]) -> list[str]:
     """Return arguments in which Kubernetes expands no variable. Raises UsageError for arguments that are not UTF-8."""
-    for argument in arguments:
-        if any("\ud800" <= letter <= "\udfff" for letter in argument):
-            raise UsageError(f"the argument {argument!r} is not UTF-8, so a manifest cannot have it")
+    check_utf8(arguments)
     return [argument.replace("$", "$$") for argument in arguments]
 
 

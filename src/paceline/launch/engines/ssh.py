@@ -31,7 +31,7 @@ from paceline.transport.decoding import register_type
 from paceline.transport.security.authentication import check_token, make_token
 from paceline.version import __version__
 
-from .engine import Placement, RunEnd, RunEngine, RunRole
+from .engine import Placement, RunEnd, RunEngine, RunRole, check_utf8
 from .options import EngineFlags
 from .ssh_host import GRACE_S, REPLY, HostPeer, HostReply, HostRequest
 
@@ -103,8 +103,26 @@ class _HostProcess:
             raise UsageError("--hosts: no command ssh on this machine. Install OpenSSH's client") from None
 
     def status(self) -> int | None:
-        """Return the exit status; None before all output was read."""
-        return None if self.num_open else self.ssh.poll()
+        """Return the exit status, of ``ssh`` if the host has not reported one; None before all output was read."""
+        if self.num_open or (status := self.ssh.poll()) is None:
+            return None
+        return status if self.reply is None or self.reply.status is None else self.reply.status
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection has ended before the command."""
+        return self.status() is not None and (self.reply is None or self.reply.status is None)
+
+    def receive(self, lines: Sequence[bytes]) -> list[bytes]:
+        """Store a reply; return the output, in which a reply may follow an incomplete line."""
+        output: list[bytes] = []
+        for line in lines:
+            text, mark, reply = line.partition(REPLY)
+            if mark:
+                self.reply = msgspec.json.decode(reply, type=register_type(HostReply))
+                text += b"\n" if text else b""
+            output += [text] if text else []
+        return output
 
     def send(self, line: bytes) -> None:
         assert self.ssh.stdin is not None
@@ -199,9 +217,10 @@ class Ssh(RunEngine):
         for process in self._processes:
             if status := process.status():
                 self._has_failed = True
-                is_lost = status == _LOST_STATUS or status < 0
-                end = "the connection was lost" if is_lost else f"{process.role.name} ended with status {status}"
-                return RunEnd(1 if is_lost else status, f"host {process.host}: {end}; the other hosts were ended")
+                end = f"{process.role.name} ended with status {status}"
+                if process.is_lost:
+                    status, end = 1, "the connection was lost"
+                return RunEnd(status, f"host {process.host}: {end}; the other hosts were ended")
         last = self._processes[-1].role
         is_over = all(process.status() == 0 for process in self._processes if process.role is last)
         return RunEnd(0, None) if is_over else None
@@ -232,7 +251,7 @@ class Ssh(RunEngine):
             self._read(_POLL_S)
 
     def _read(self, timeout_s: float) -> None:
-        """Wait for output and print it. Before the start, errors and replies are kept."""
+        """Wait for output and print it. Replies are kept, and errors before the start."""
         for key, _ in self._selector.select(timeout_s):
             process, splitter, is_error = key.data
             data = os.read(key.fd, 1 << 16)
@@ -240,13 +259,10 @@ class Ssh(RunEngine):
                 self._selector.unregister(key.fileobj)
                 process.num_open -= 1
             lines = splitter.feed(data) if data else splitter.flush()
-            for line in [] if self._has_started else [line for line in lines if REPLY in line]:
-                process.reply = msgspec.json.decode(line.partition(REPLY)[2], type=register_type(HostReply))
-                lines.remove(line)
             if is_error and not self._has_started:
                 process.errors += lines
             else:
-                self._screen.write(process.index, lines, is_error=is_error)
+                self._screen.write(process.index, lines if is_error else process.receive(lines), is_error=is_error)
 
 
 def read_host_placement(variables: Environment) -> Placement | None:
@@ -276,6 +292,7 @@ def _find_address(name: str) -> str:
 def _variables_of(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for the hosts, with the token. They are not part of a command line, which is public."""
     variables = {name: value for name, value in inherited.items() if name.startswith(_PASSED_ON)}
+    check_utf8([os.getcwd(), *variables.values()])
     token = environment().token
     return {**variables, "PACELINE_TOKEN": make_token() if token is None else check_token(token, "PACELINE_TOKEN")}
 

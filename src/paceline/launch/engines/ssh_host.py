@@ -61,9 +61,11 @@ class HostPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReply:
-    """The result of a step."""
+    """The result of a step, or the end of the command."""
 
     problem: str | None = None
+    status: int | None = None
+    """Exit status of the command, at its end."""
     address: str = ""
     """Address of this host for the others."""
     port: int = 0
@@ -89,7 +91,9 @@ def main() -> int:
         _reply(HostReply(problem=_find_unreachable(peers)))
         _read_line()
     os.chdir(request.folder)
-    return _run(request)
+    status = _run(request)
+    _reply(HostReply(status=status))
+    return status
 
 
 def _read_line() -> str:

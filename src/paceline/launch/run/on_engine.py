@@ -57,8 +57,6 @@ def roles_of(options: RunOptions) -> list[RunRole]:
     assert options.script is not None
     script = (options.script, *(options.arguments or ()))
     threads = 1 if options.threads is None else options.threads
-    if threads < 1:
-        raise UsageError(f"--threads {threads}: expected 1 or more")
     if options.engine.on == "kubernetes":  # the image has a Python of its own, and each pod runs a part of the servers
         words = words_of(replace(options, engine=EngineFlags()))
         command = ("paceline", "run", *words, *script)

@@ -54,8 +54,6 @@ def run_script(options: RunOptions) -> int:
     """Run a script; return its status. Raises UsageError (before any process starts), PeerError (if one fails)."""
     memory_limit = options.memory.parse()
     check_script(options)
-    if options.threads is not None and options.threads < 1:
-        raise UsageError(f"--threads {options.threads}: expected 1 or more")
     options.engine.check_only(None)
     placement = find_placement(options)
     setup = plan_node(options, placement) if options.cluster is None else plan_cluster(options)
@@ -217,6 +215,8 @@ def _run_ranks(
 
 def check_script(options: RunOptions, *, is_here: bool = True) -> None:
     """Raise UsageError for a missing or wrong script; with `is_here`, also if it is not on this machine."""
+    if options.threads is not None and options.threads < 1:
+        raise UsageError(f"--threads {options.threads}: expected 1 or more")
     script = options.script
     if script is None:
         if options.job == "server":
