@@ -40,7 +40,13 @@ def commands(paceline: Commands, tmp_path_factory: pytest.TempPathFactory) -> It
     hosts.close()
 
 
-@pytest.mark.parametrize("words", [[], ["--strategy", "parameter-server", "--servers", "2"]], ids=["ranks", "servers"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], marks=pytest.mark.thorough, id="ranks"),
+        pytest.param(["--strategy", "parameter-server", "--servers", "2"], id="servers"),
+    ],
+)
 def test_training_on_two_hosts(commands: Commands, words: list[str]) -> None:
     finished = commands.start("run", "--hosts", "a:2,b:1", *words, "train.py").wait(300)
     assert finished.status == 0, finished

@@ -67,14 +67,17 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(str(end.value.code or 0))
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
-def test_a_script_on_two_pods(paceline: Commands, cluster: KubernetesCluster, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("job", "all-reduce"), ("jobset", "parameter-server"), ("trainjob", "all-reduce")]
+)
+def test_a_script_on_two_pods(paceline: Commands, cluster: KubernetesCluster, kind: str, strategy: str) -> None:
     (cluster.folder / "script.py").write_text(_CONNECT)
     paceline.environment["KUBECONFIG"] = str(cluster.config)
-    options = ("--image", "image", "--kind", kind, "--nodes", "2", "--strategy", "parameter-server", "--servers", "2")
+    servers = ("--servers", "2") if strategy == "parameter-server" else ()
+    options = ("--image", "image", "--kind", kind, "--nodes", "2", "--strategy", strategy, *servers)
     finished = paceline.run("run", "--on", "kubernetes", *options, "script.py", "$(X)")
     assert finished.status == 0, finished
-    assert sorted(finished.out.splitlines()) == [f"[rank {rank}] parameter-server 2" for rank in (0, 1)]
+    assert sorted(finished.out.splitlines()) == [f"[rank {rank}] {strategy} 2" for rank in (0, 1)]
     assert cluster.objects == {}
 
 

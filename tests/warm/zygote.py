@@ -20,8 +20,9 @@ _COMMANDS = ["paceline.cli.train", "paceline.training.driver", "paceline.trainin
 MODULES = {
     "plain": _COMMANDS,
     "torch": [
-        *("torch._dynamo", "paceline.torch.strategies", "tests.conformance.conformance"),
-        *("paceline.models.deep.networks", *_COMMANDS),
+        *("torch._dynamo", "tests.conformance.conformance", "paceline.models.deep.networks", *_COMMANDS),
+        *("paceline.torch.strategies.pipeline.strategy", "paceline.torch.strategies.sharded.strategy"),
+        *("paceline.torch.strategies.hybrid", "paceline.torch.partitioning.partitioned"),
     ],
     "workers": [],
 }

@@ -21,6 +21,7 @@ tensor = torch.ones(2)
 dist.all_reduce(tensor)
 assert dist.get_backend() == "paceline" and tensor.tolist() == [1.0, 1.0]
 dist.destroy_process_group()
+assert "paceline.torch" in sys.modules and "torch.distributed.fsdp" not in sys.modules  # which takes a second
 """
 _ACCELERATE = """
 import torch.distributed as dist
