@@ -42,7 +42,7 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 2.0 ** ep
 loader = torch.utils.data.DataLoader(torch.arange(80), batch_size=4, shuffle=True)
 model, optimizer, loader, scheduler = strategy.prepare(model, optimizer, loader, scheduler)
 strategy.register_state("counter", counter)
-for epoch in range(3):
+for epoch in range(int(os.environ.get("EPOCHS", 3))):
     for number, numbers in enumerate(loader):
         optimizer.zero_grad()
         loss = model(numbers).mean()
@@ -81,6 +81,17 @@ def test_a_script_continues_from_its_snapshot(
     assert second.out.count(expected(num_ranks)) == num_ranks, second.out
     assert "epoch 0 " not in second.out, "rank 0 prints in an epoch that the snapshot contains"
     assert "epoch 1 " in second.out
+
+
+def test_a_script_with_fewer_epochs_than_its_snapshot(paceline: Commands, tmp_path: Path) -> None:
+    paceline.environment[RANKS] = "torch"
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    (tmp_path / "died").touch()
+    for epochs, every in (("2", "1ms"), ("1", "1h")):
+        paceline.environment["EPOCHS"] = epochs
+        finished = paceline.run("run", "--snapshot-dir", "snapshots", "--snapshot-every", every, "script.py")
+        assert finished.status == 0, finished
+        assert ("ended before epoch 1 of the snapshot" in finished.err) == (epochs == "1"), finished
 
 
 def test_torchrun_restarts_all_workers_and_the_training_continues(paceline: Commands, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -69,8 +70,18 @@ class Snapshots:
             epoch = loaders[0]["epoch"] if loaders else 0  # load() raises an error for a model of another kind
             text = f"paceline: the training continues in epoch {epoch}, from the snapshot in {self.directory}"
             print(text, file=sys.stderr, flush=True)
+            atexit.register(self._check_end, epoch)
         found: int | None = strategy._ranks.exchange(epoch)[0]
         return found
+
+    def _check_end(self, epoch: int) -> None:
+        """At the end of the process, warn if the training has not reached the snapshot's epoch."""
+        if self.is_repeating:
+            text = (
+                f"paceline: the script ended before epoch {epoch} of the snapshot in {self.directory}, so it trained "
+                "and saved nothing. Train for more epochs, or remove the directory"
+            )
+            print(text, file=sys.stderr, flush=True)
 
     def save_if_due(self, strategy: Strategy, num_batches: int) -> None:
         """Write a snapshot between two batches if the last one is old. `num_batches` is equal on all ranks."""
