@@ -14,7 +14,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.errors import UsageError
-from paceline.launch.engines.engine import RunRole
+from paceline.launch.engines.engine import RunEnd, RunRole
 from paceline.launch.engines.options import EngineFlags, SlurmFlags
 from paceline.launch.engines.slurm import Slurm, read_placement
 from paceline.launch.run.options import RunOptions
@@ -288,6 +288,32 @@ def test_ctrl_c_cancels_the_job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("paceline.launch.engines.slurm.time", clock)
     assert run(monkeypatch, "train.py") == 130
     assert slurm.calls("scancel") == [["7"]]
+
+
+def test_a_second_ctrl_c_names_the_job(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*command: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.launch.engines.slurm._call", interrupt)
+    assert run(monkeypatch, "train.py") == 130
+    assert "Run `scancel 7`" in capfd.readouterr().err
+
+
+def test_output_that_appears_in_a_newly_opened_file(
+    slurm: FakeSlurm, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """An open file of a network file system does not show new data for some time."""
+    with Slurm(EngineFlags(), "t") as engine:
+        engine.start([RunRole(name="ranks", command=("true",), num_nodes=1, num_cpus=1)])
+        slurm.states(RUNNING)
+        assert engine.poll() is None
+        (slurm.folder / "new").write_text("[rank 0] hello\nthe end\n")
+        (slurm.folder / "new").replace(slurm.folder / "the output")
+        slurm.states("JobState=COMPLETED Reason=None ExitCode=0:0")
+        assert engine.poll() == RunEnd(0, None)
+    assert capfdbinary.readouterr().out == b"[rank 0] hello\nthe end\n"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from typing_extensions import override
 
@@ -59,7 +59,12 @@ class Slurm(RunEngine):
         self._reported = ""
         self._submitted_s = self._polled_s = 0.0
         self._has_started = False
-        self._output: IO[bytes] | None = None
+        self._output = ""
+        """Path of the job's output; empty until the job has started."""
+        self._num_printed = 0
+        """Number of bytes of the output that are printed."""
+        self._is_visible = False
+        """Whether this machine has the file of the output."""
 
     @override
     def describe(self, roles: Sequence[RunRole]) -> str:
@@ -142,10 +147,10 @@ class Slurm(RunEngine):
         state, reason = fields.get("JobState", ""), fields.get("Reason", "None")
         output = fields.get("StdOut", "")
         if state in _ENDED:
-            self._open_output(output)
+            self._output = output
             self._print_output()
             job, self._job = self._job, None
-            if self._output is None and self._has_started:
+            if self._has_started and not self._is_visible:
                 report(f"the output {output} is not visible here: this machine does not share its folder with nodes")
             return _end_of(job, state, reason, fields)
         text = f"job {self._job} is {state.lower()}"
@@ -159,7 +164,7 @@ class Slurm(RunEngine):
         else:
             self._has_started = True
             text += f" on {fields.get('NodeList', '')}, output in {output}"
-            self._open_output(output)
+            self._output = output
         if text != self._reported and state != "COMPLETING":
             self._reported = text
             report(text)
@@ -169,7 +174,11 @@ class Slurm(RunEngine):
     def close(self) -> None:
         job, self._job = self._job, None
         if job is not None:
-            done = _call("scancel", job)
+            try:
+                done = _call("scancel", job)
+            except BaseException:  # a second Ctrl-C
+                report(f"job {job} may still run. Run `scancel {job}`")
+                raise
             if done.returncode:
                 report(f"job {job} is not cancelled: {_last_error(done.stderr)}. Run `scancel {job}`")
                 return
@@ -182,22 +191,21 @@ class Slurm(RunEngine):
                 time.sleep(0.5)
             else:
                 report(f"job {job} still ends after {_CANCEL_S:g} s; check it with squeue")
-        if self._output is not None:
-            self._print_output()
-            self._output.close()
-            self._output = None
-
-    def _open_output(self, path: str) -> None:
-        if self._output is None:
-            try:
-                self._output = Path(path).open("rb")  # noqa: SIM115
-            except OSError:
-                pass  # a file system of the network shows the file later, or never
+        self._print_output()
 
     def _print_output(self) -> None:
-        while self._output is not None and (data := self._output.read(1 << 16)):
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+        """Print new output. A network file system shows new data after the file was opened again."""
+        try:
+            file = Path(self._output).open("rb")  # noqa: SIM115
+        except OSError:
+            return  # a network file system shows the file later, or never
+        with file:
+            self._is_visible = True
+            file.seek(self._num_printed)
+            while data := file.read(1 << 16):
+                self._num_printed += len(data)
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
 
 
 def read_placement(variables: Mapping[str, str]) -> Placement | None:
