@@ -5,25 +5,27 @@ The command line and the launchers call :func:`environment` and pass on the valu
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from paceline.errors import UsageError
+from paceline.errors import AddressError, UsageError
 
 # Launchers of several ranks: a variable that only this launcher sets, and its variables for the rank, the world size,
 # the local rank and the local world size. The first launcher found is used. Under Slurm, mpirun's variables are correct
 # and Slurm's are not.
-_OPEN_MPI, _HYDRA = "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"
+_OPEN_MPI, _HYDRA, _SLURM = "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID"
 _LAUNCHERS = {
     "RANK": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _OPEN_MPI: (
         _OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     _HYDRA: ("PMI_RANK", "PMI_SIZE", _HYDRA, "MPI_LOCALNRANKS"),
-    "SLURM_PROCID": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+    _SLURM: (_SLURM, "SLURM_NTASKS", "SLURM_LOCALID", ""),
 }  # fmt: skip
 
 
@@ -130,14 +132,8 @@ def available_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the environment; ``variables`` replaces ``os.environ``."""
     found = os.environ if variables is None else variables
-    runtime_dir = found.get("XDG_RUNTIME_DIR")
-    launcher = next((launcher for launcher in _LAUNCHERS if found.get(launcher)), "RANK")
-    rank, world_size, local_rank, local_world_size = (_integer(found, name) for name in _LAUNCHERS[launcher])
-    is_mpirun = launcher in (_OPEN_MPI, _HYDRA)
-    if is_mpirun and (rank is None or world_size is None or rank >= world_size):
-        given = " and ".join(f"{name} is {found.get(name) or 'missing'}" for name in _LAUNCHERS[launcher][:2])
-        raise UsageError(f"the variables of mpirun disagree: {given}; expected a rank below the number of ranks")
     run_id, processes = found.get("TORCHELASTIC_RUN_ID"), found.get("PET_NPROC_PER_NODE")
+    launcher, rank, world_size, local_rank, local_world_size = _read_ranks(found)
     job = "/".join(found[name] for name in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID") if found.get(name))
     if launcher == _HYDRA and local_world_size == world_size:
         job = f"{job}/{_starter()}"
@@ -148,19 +144,19 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         tls_cert=_path(found, "PACELINE_TLS_CERT"),
         tls_key=_path(found, "PACELINE_TLS_KEY"),
         tls_ca=_path(found, "PACELINE_TLS_CA"),
-        runtime_dir=Path(runtime_dir) if runtime_dir else None,
+        runtime_dir=_path(found, "XDG_RUNTIME_DIR"),
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
         master_addr=found.get("MASTER_ADDR") or found.get("PET_MASTER_ADDR") or None,
-        master_port=_integer(found, "MASTER_PORT" if found.get("MASTER_PORT") else "PET_MASTER_PORT"),
+        master_port=_integer(found, "MASTER_PORT" if found.get("MASTER_PORT") else "PET_MASTER_PORT", 1, 65535),
         nnodes=_integer(found, "PET_NNODES"),
         node_rank=_integer(found, "PET_NODE_RANK"),
-        nproc_per_node=None if processes in ("auto", "cpu", "gpu") else _integer(found, "PET_NPROC_PER_NODE"),
+        nproc_per_node=None if processes in ("auto", "cpu", "gpu") else _integer(found, "PET_NPROC_PER_NODE", 1),
         has_agent_store=found.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
         run_id=f"{run_id}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}" if run_id else None,
-        is_mpirun=is_mpirun,
+        is_mpirun=launcher in (_OPEN_MPI, _HYDRA),
         job=job or None,
         placement=found.get("PACELINE_PLACEMENT") or None,
         algorithm=found.get("PACELINE_ALGORITHM") or None,
@@ -173,6 +169,37 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         snapshot_every=found.get("PACELINE_SNAPSHOT_EVERY") or None,
         incarnation=_integer(found, "PACELINE_INCARNATION"),
     )
+
+
+@contextlib.contextmanager
+def naming(variable: str | None) -> Iterator[None]:
+    """Name the variable that has the invalid value, in the errors of the block. None: the value is an argument."""
+    try:
+        yield
+    except (UsageError, AddressError) as error:
+        raise UsageError(f"{variable}: {error}" if variable else str(error)) from None
+
+
+def _read_ranks(found: Mapping[str, str]) -> tuple[str, int | None, int | None, int | None, int | None]:
+    """Return the launcher and its four numbers. Raises UsageError, which names the variables, if they disagree."""
+    launcher = next((launcher for launcher in _LAUNCHERS if found.get(launcher)), "RANK")
+    names = _LAUNCHERS[launcher]
+    rank, size, local_rank, local_size = (_integer(found, name) for name in names)
+    if launcher == _SLURM and rank == 0 and size is None:
+        size = 1  # the script of a job without --ntasks
+    # RANK alone is valid for a program that passes the world size to init().
+    is_complete = launcher == "RANK" or (rank is not None and size is not None)
+    node_rank, num_nodes = _integer(found, "PET_NODE_RANK"), _integer(found, "PET_NNODES", 1)
+    for name, relation, limit, is_valid in (
+        (names[0], "below", names[1], is_complete and (size is None or (rank or 0) < size)),
+        (names[2], "below", names[3], local_size is None or (local_rank or 0) < local_size),
+        (names[3], "up to", names[1], size is None or (local_size or 0) <= size),
+        ("PET_NODE_RANK", "below", "PET_NNODES", node_rank is None or node_rank < (num_nodes or 0)),
+    ):
+        if not is_valid:
+            given = " and ".join(f"{variable} is {found.get(variable) or 'missing'}" for variable in (name, limit))
+            raise UsageError(f"the launcher's variables disagree: {given}. Set {name} {relation} {limit} or unset both")
+    return launcher, rank, size, local_rank, local_size
 
 
 def _starter() -> int:
@@ -201,9 +228,9 @@ def _path(found: Mapping[str, str], name: str) -> Path | None:
     return Path(found[name]) if found.get(name) else None
 
 
-def _integer(found: Mapping[str, str], name: str) -> int | None:
+def _integer(found: Mapping[str, str], name: str, least: int = 0, most: float = math.inf) -> int | None:
     text = found.get(name)
-    return parse_integer(name, text) if text else None
+    return parse_integer(name, text, least, most) if text else None
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -216,8 +243,9 @@ def parse_duration(text: str) -> float | None:
     return (float(found[1]) * _SECONDS[found[2]] or None) if found is not None else None
 
 
-def parse_integer(name: str, text: str) -> int:
-    """Return the value of a variable. Raises UsageError unless it is a whole number from 0 up."""
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"the environment variable {name} is {text!r}, expected a whole number from 0 up")
+def parse_integer(name: str, text: str, least: int = 0, most: float = math.inf) -> int:
+    """Return the value of a variable. Raises UsageError unless it is a whole number from `least` to `most`."""
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        limits = f"{least} up" if most == math.inf else f"{least} to {most}"
+        raise UsageError(f"the environment variable {name} is {text!r}, expected a whole number from {limits}")
     return int(text)

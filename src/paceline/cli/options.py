@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.command_options import option
-from paceline.environment import environment
-from paceline.errors import AddressError, UsageError
+from paceline.environment import environment, naming
+from paceline.errors import UsageError
 
 from .data_arguments import find_data
 
@@ -100,10 +100,8 @@ def find_scheduler(given: str | None) -> str:
         raise UsageError("no scheduler. Pass its address with --scheduler HOST:PORT or set PACELINE_SCHEDULER")
     from paceline.transport import Address
 
-    try:
+    with naming("--scheduler" if given else "PACELINE_SCHEDULER"):
         Address.parse(found)
-    except AddressError as error:
-        raise UsageError(f"--scheduler: {error}") from None
     return found
 
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from paceline.collectives.group import Group
 from paceline.collectives.tuner import check_algorithm
-from paceline.environment import environment
+from paceline.environment import environment, naming
 from paceline.meeting.rendezvous import rendezvous
 from paceline.meeting.store import Store
 from paceline.meeting.world import World
@@ -38,8 +38,9 @@ def init(
     the ranks' algorithms differ.
     """
     variables = environment()
-    check_algorithm(algorithm or variables.algorithm)
-    tls = tls or TLS.of_files(variables.tls_cert, variables.tls_key, variables.tls_ca)
+    with naming(None if algorithm else "PACELINE_ALGORITHM"):
+        check_algorithm(algorithm or variables.algorithm)
+    tls = tls or TLS.of_environment(variables)
     meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), variables=variables, tls=tls)
     try:
         return join(

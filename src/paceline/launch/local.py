@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 
 from paceline.closing import Closing
-from paceline.environment import environment
+from paceline.environment import environment, naming
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.filters.modules import import_filter_modules
 from paceline.protocol import Accept, Consistency, Eventual, Role, StalePolicy, parse_consistency
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.tables.memory.limit import MemoryLimit as MemoryLimit
 from paceline.temporary import TemporaryFolder
-from paceline.transport import TLS, Hello, SocketTransport, make_token
+from paceline.transport import TLS, Address, Hello, SocketTransport, make_token
 from paceline.transport.security.authentication import check_token
 
 from .fork_server import CHILD, MALLOC, ForkError, ForkServer, module_command
@@ -109,6 +109,7 @@ class LocalCluster(Closing):
     ) -> LocalCluster:
         """Start the processes with `fork_server` or a new fork server; wait until all servers have joined."""
         settings.check()
+        environment()  # raises UsageError now, and not in every process
         if memory_limit is not None:
             memory_limit.check_folder()
         import_filter_modules(filter_modules)
@@ -400,6 +401,9 @@ def connect(
     scheduler, token = scheduler or settings.scheduler, token or settings.token
     if not scheduler or not token:
         raise UsageError("no scheduler or no token. Pass both, or set PACELINE_SCHEDULER and PACELINE_TOKEN")
-    tls = tls or TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    tls = tls or TLS.of_environment(settings)
+    check_token(token, "the token (default: PACELINE_TOKEN)")
+    with naming("the scheduler (default: PACELINE_SCHEDULER)"):
+        Address.parse(scheduler)
     prepare_kernels()
     return Client.connect(SocketTransport(token, tls=tls), scheduler, observer=observer, rank=rank, timeout_s=timeout_s)

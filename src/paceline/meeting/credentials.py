@@ -31,7 +31,7 @@ def choose_secret(token: str | None, *, is_local: bool, where: str, runtime_dir:
     token, raises UsageError if ranks on other machines may take part, or if there is no folder for the key.
     """
     if token is not None:
-        return check_token(token)
+        return check_token(token, "the token (default: PACELINE_TOKEN)")
     if is_local:
         return derive_token(user_key(runtime_dir).hex(), "the ranks of one machine")
     raise UsageError(

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.environment import Environment, environment
+from paceline.environment import Environment, environment, naming
 from paceline.errors import (
     AddressError,
     AuthenticationError,
@@ -89,7 +89,7 @@ def rendezvous(
     not answer in time; and ProtocolError if another program answers.
     """
     variables = environment() if variables is None else variables
-    rank, world_size = _numbers(rank, world_size, variables)
+    rank, world_size = find_rank(variables, rank, world_size)
     if world_size == 1:
         own = token or variables.token or make_token()
         return Meeting(store=MemoryStore(), rank=0, world_size=1, local_rank=0, local_world_size=1, token=own)
@@ -156,25 +156,21 @@ def own_host(rendezvous_host: str) -> str:
     return announced_host("0.0.0.0") if is_loopback(found) else found
 
 
-def _numbers(rank: int | None, world_size: int | None, variables: Environment) -> tuple[int, int]:
+def find_rank(variables: Environment, rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
+    """Return the rank and the world size: the given numbers, else the launcher's. Raises UsageError if one is missing.
+
+    Without both numbers, this process is the only rank.
+    """
     rank = variables.rank if rank is None else rank
     world_size = variables.world_size if world_size is None else world_size
     if rank is None and world_size in (None, 1):
         return 0, 1
     if rank is None or world_size is None:
-        given, missing = ("the world size", "the rank") if rank is None else ("the rank", "the world size")
-        raise UsageError(
-            f"{given} is given and {missing} is missing; pass both, or set RANK and WORLD_SIZE like torchrun, mpirun "
-            "and srun"
-        )
-    check_rank(rank, world_size)
-    return rank, world_size
-
-
-def check_rank(rank: int, world_size: int) -> None:
-    """Raise UsageError if `rank` is not a number from 0 to `world_size` - 1."""
+        given = f"world size is {world_size} and the rank" if rank is None else f"rank is {rank} and the world size"
+        raise UsageError(f"the {given} is missing. Pass both, or set both RANK and WORLD_SIZE, as torchrun does")
     if world_size < 1 or not 0 <= rank < world_size:
         raise UsageError(f"got rank {rank} of {world_size}, expected a rank from 0 to the world size - 1")
+    return rank, world_size
 
 
 def _places(address: str | None, world_size: int, variables: Environment) -> list[Address]:
@@ -208,7 +204,8 @@ def default_place(world_size: int, variables: Environment) -> Address:
             f"rank {variables.rank} of {world_size}: the launcher set no address for the ranks to meet: set {missing}, "
             "the same on every rank (the host of rank 0 and a free port on it), or pass the address as host:port"
         )
-    return Address("tcp", host, port)
+    with naming("MASTER_ADDR"):
+        return Address("tcp", host, port)
 
 
 def port_of_job(job: str) -> int:

@@ -71,7 +71,7 @@ def init_rpc(
         raise UsageError(f"allow is {allow!r}, a list of names was expected: allow=[{allow!r}]")
     allowed = Allowed(allow)
     variables = environment()
-    tls = tls or TLS.of_files(variables.tls_cert, variables.tls_key, variables.tls_ca)
+    tls = tls or TLS.of_environment(variables)
     join_s = seconds_of(join_timeout)
     meeting = _meet(
         None if rank == -1 else rank, world_size, settings.address, token, join_s, variables=variables, tls=tls

@@ -71,7 +71,7 @@ def choose_elastic(flags: ElasticFlags, processes: int) -> ElasticOptions | None
     if flags.min_ranks < 1:
         raise UsageError(f"--min-ranks {flags.min_ranks}: expected 1 or more")
     if processes < flags.min_ranks:
-        raise UsageError(f"--nproc-per-node {processes}: expected at least --min-ranks {flags.min_ranks}")
+        raise UsageError(f"--min-ranks {flags.min_ranks}: only {processes} ranks are started. Pass a lower number")
     if flags.global_batch is not None and flags.global_batch < 1:
         raise UsageError(f"--global-batch {flags.global_batch}: expected 1 or more")
     if flags.balance and flags.global_batch is None:

@@ -78,9 +78,10 @@ class StrategyFlags:
         return given_values(self)
 
 
-def check_strategy(name: str) -> StrategySpec:
+def check_strategy(name: str, source: str = "strategy") -> StrategySpec:
+    """Return the strategy `name`. Raises UsageError, with the argument or variable `source`, if it is unknown."""
     if name not in STRATEGIES:
-        raise UsageError(f"strategy={name!r}: expected one of {', '.join(STRATEGIES)}")
+        raise UsageError(f"{source}={name!r}: expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[name]
 
 

@@ -81,13 +81,15 @@ class StrategySpec:
     neutral_settings: tuple[str, ...] = ()
     """Arguments of the class that do not change the result. ``strategy()`` ignores them for other strategies."""
 
-    def check_snapshots(self, directory: object, every: str | None) -> float:
-        """Return the seconds between two snapshots in `directory`. Raises UsageError."""
+    def check_snapshots(
+        self, directory: object, every: str | None, name: str = "snapshot_dir", name_of_every: str = "snapshot_every"
+    ) -> float:
+        """Return the seconds between two snapshots in `directory`. Raises UsageError, with the names of the values."""
         if not self.takes_snapshots:
-            raise UsageError(f"--snapshot-dir {directory}: not supported by strategy {self.name}. Leave it out")
+            raise UsageError(f"{name}='{directory}': not supported by strategy {self.name}. Leave it out")
         seconds = _SNAPSHOT_EVERY_S if every is None else parse_duration(every)
         if seconds is None:
-            raise UsageError(f"--snapshot-every {every}: expected a time such as 30s, 5m or 1h")
+            raise UsageError(f"{name_of_every}={every!r}: expected a time such as 30s, 5m or 1h")
         return seconds
 
     @property

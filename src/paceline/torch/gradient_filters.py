@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.environment import environment
+from paceline.environment import environment, naming
 from paceline.errors import UsageError
 from paceline.filters import Filter, FilterChain, parse_filters
 from paceline.filters.base import Bytes
@@ -53,7 +53,10 @@ def filter_hook(filters: Sequence[Filter] | str) -> Hook:
 def launcher_filters() -> tuple[str, str | None]:
     """Return the filters of ``paceline run --filters`` ("" for none) and ``--pull-filters``; import their modules."""
     pushed, pulled = environment().filters or "", environment().pull_filters
-    import_filter_modules([*modules_named_in(pushed), *modules_named_in(pulled or "")])
+    for name, text in (("PACELINE_FILTERS", pushed), ("PACELINE_PULL_FILTERS", pulled or "")):
+        with naming(name):
+            import_filter_modules(modules_named_in(text))
+            parse_filters(text)
     return pushed if parse_filters(pushed) else "", pulled
 
 

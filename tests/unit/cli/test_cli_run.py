@@ -98,7 +98,7 @@ def test_ports_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         taken.listen()
         port = taken.getsockname()[1]
         error = refused(folder, monkeypatch, capsys, f"--master-port {port} s.py")
-        assert f"--master-port: cannot listen on 127.0.0.1:{port}: the port is in use" in error
+        assert f"--master-port or MASTER_PORT: cannot listen on 127.0.0.1:{port}: the port is in use" in error
         (folder / "c.json").write_text(json.dumps({"server": [f"127.0.0.1:{port}"], "worker": ["127.0.0.1:7002"]}))
         error = refused(folder, monkeypatch, capsys, "--cluster c.json --job server --index 0")
         assert f"server 0 of c.json: cannot listen on 127.0.0.1:{port}: the port is in use" in error

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline import cli
+from paceline import cli, collectives, torch
 from paceline.data import open_dataset
 from paceline.models.registry import make_model
 
@@ -63,6 +63,31 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
     (lambda: paceline.FTRL(alpha=-1), paceline.UsageError, ["FTRL(alpha=-1)", "expected a number greater than 0"]),
     (lambda: paceline.local_cluster(servers=0), paceline.UsageError, ["servers=0", "at least 1 server"]),
     (lambda: make_model("fm", hidden=(8,)), paceline.UsageError, ["--hidden", "--model fm", "only of deepfm, dcn"]),
+]
+
+
+_SCHEDULER, _TOKEN = "PACELINE_SCHEDULER=h:1", "PACELINE_TOKEN=0123456789abcdef"
+VARIABLES: list[tuple[str, Callable[[], Any], list[str]]] = [
+    # Variables, a call that reads them, and texts of the message: variable, value, remedy.
+    ("RANK=1", torch.strategy, ["the rank is 1", "set both RANK and WORLD_SIZE"]),
+    ("WORLD_SIZE=2", torch.AllReduce, ["the world size is 2", "set both RANK and WORLD_SIZE"]),
+    ("RANK=0 WORLD_SIZE=2 MASTER_PORT=7 MASTER_ADDR=a..b", collectives.init, ["MASTER_ADDR", "'a..b'"]),
+    ("RANK=x", lambda: paceline.local_cluster(servers=1), ["RANK is 'x'", "a whole number"]),
+    ("PACELINE_STRATEGY=typo", torch.strategy, ["PACELINE_STRATEGY='typo'", "one-device, mirrored"]),
+    ("PACELINE_ALGORITHM=typo", collectives.init, ["PACELINE_ALGORITHM", "'typo'", "ring"]),
+    ("PACELINE_FILTERS=gzip", torch.AllReduce, ["PACELINE_FILTERS", "'gzip'", "zstd"]),
+    ("PACELINE_FILTERS=compress", torch.AllReduce, ["PACELINE_FILTERS", "compress:1"]),
+    ("PACELINE_PULL_FILTERS=gzip", torch.ParameterServer, ["PACELINE_PULL_FILTERS", "'gzip'", "zstd"]),
+    ("PACELINE_REPLICAS=0", torch.Mirrored, ["PACELINE_REPLICAS=0", "from 1 up"]),
+    ("PACELINE_SNAPSHOT_DIR=d PACELINE_SNAPSHOT_EVERY=5x", torch.strategy, ["PACELINE_SNAPSHOT_EVERY='5x'", "5m or"]),
+    ("PACELINE_SNAPSHOT_DIR=d PACELINE_STRATEGY=mirrored", torch.strategy, ["PACELINE_SNAPSHOT_DIR='d'", "mirrored"]),
+    (f"PACELINE_SCHEDULER=h {_TOKEN}", paceline.connect, ["PACELINE_SCHEDULER", "'h'", "host:port"]),
+    (f"PACELINE_SCHEDULER=h {_TOKEN}", torch.ParameterServer, ["PACELINE_SCHEDULER", "'h'", "host:port"]),
+    (f"{_SCHEDULER} PACELINE_TOKEN=short", paceline.connect, ["PACELINE_TOKEN", "5 characters", "16"]),
+    (f"{_SCHEDULER} PACELINE_TOKEN=short", torch.ParameterServer, ["PACELINE_TOKEN", "5 characters", "16"]),
+    (f"{_SCHEDULER} {_TOKEN} PACELINE_TLS_CA=no.pem", paceline.connect, ["PACELINE_TLS_CA=no.pem", "no such file"]),
+    ("", lambda: torch.strategy(global_batch=8), ["option global_batch", "--min-ranks N"]),
+    ("", lambda: torch.strategy(devise="cpu"), ["option devise", "device, seed"]),
 ]
 
 
@@ -118,6 +143,49 @@ def test_calls(folder: Path, call: Callable[[], Any], kind: type[Exception], tex
         call()
     message = str(raised.value)
     assert [text for text in texts if text not in message] == [], message
+
+
+@pytest.mark.parametrize(("variables", "call", "texts"), VARIABLES)
+def test_variables(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variables: str, call: Callable[[], Any], texts: list[str]
+) -> None:
+    set_variables(variables, monkeypatch)
+    with pytest.raises(paceline.UsageError) as raised:
+        call()
+    message = str(raised.value)
+    assert [text for text in texts if text not in message] == [], message
+    assert "__init__" not in message
+
+
+@pytest.mark.parametrize(
+    ("variables", "texts"),
+    [
+        ("PET_NODE_RANK=1", ["PET_NODE_RANK is 1", "PET_NNODES is missing"]),
+        ("PET_NPROC_PER_NODE=0", ["PET_NPROC_PER_NODE is '0'"]),
+        ("PET_NNODES=0", ["PET_NNODES is '0'"]),
+        ("PET_NNODES=2", ["2 nodes", "PET_MASTER_ADDR"]),
+        ("PET_NNODES=1 PET_NPROC_PER_NODE=2", ["--min-ranks 3", "2 ranks"]),
+        ("PET_NPROC_PER_NODE=2", ["--min-ranks 3", "2 ranks"]),
+        ("PACELINE_TLS_KEY=no.pem", ["PACELINE_TLS_KEY=no.pem"]),
+    ],
+)
+def test_variables_of_run(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: str,
+    texts: list[str],
+) -> None:
+    set_variables(variables, monkeypatch)
+    code, message = run("run --strategy all-reduce --min-ranks 3 script.py", monkeypatch, capsys)
+    assert (code, message.count("\n")) == (2, 1), message
+    assert [text for text in texts if text not in message] == [], message
+    assert not {"--nnodes", "--nproc-per-node", "--node-rank"} & set(message.split()), message
+
+
+def set_variables(variables: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
 
 
 def test_a_port_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,10 +53,34 @@ def test_mpich_is_recognized_by_the_local_rank() -> None:
     assert (found.rank, found.world_size, found.local_rank, found.job) == (1, 4, None, None)
 
 
-@pytest.mark.parametrize("size", ["2", ""])
-def test_variables_of_mpirun_that_disagree_are_rejected(size: str) -> None:
-    with pytest.raises(UsageError, match=r"PMI_RANK is 3 and PMI_SIZE is (2|missing)"):
-        environment({"PMI_RANK": "3", "PMI_SIZE": size, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"})
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ("RANK=2 WORLD_SIZE=2", "RANK is 2 and WORLD_SIZE is 2"),
+        ("WORLD_SIZE=0", "RANK is missing and WORLD_SIZE is 0"),
+        ("RANK=0 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_WORLD_SIZE=2", "LOCAL_RANK is 3 and LOCAL_WORLD_SIZE is 2"),
+        ("RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE is 4 and WORLD_SIZE is 1"),
+        ("OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_RANK is 1 and OMPI_COMM_WORLD_SIZE is missing"),
+        ("PMI_RANK=3 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2", "PMI_RANK is 3 and PMI_SIZE is 2"),
+        ("PMI_SIZE=2 MPI_LOCALRANKID=0", "PMI_RANK is missing and PMI_SIZE is 2"),
+        ("SLURM_PROCID=8 SLURM_NTASKS=8", "SLURM_PROCID is 8 and SLURM_NTASKS is 8"),
+        ("SLURM_PROCID=1", "SLURM_PROCID is 1 and SLURM_NTASKS is missing"),
+        ("PET_NODE_RANK=0", "PET_NODE_RANK is 0 and PET_NNODES is missing"),
+        ("PET_NODE_RANK=2 PET_NNODES=2", "PET_NODE_RANK is 2 and PET_NNODES is 2"),
+        ("PET_NNODES=0", "PET_NNODES is '0'"),
+        ("PET_NPROC_PER_NODE=0", "PET_NPROC_PER_NODE is '0'"),
+        ("MASTER_PORT=65536 PET_MASTER_PORT=1", " MASTER_PORT is '65536'"),
+        ("PET_MASTER_PORT=0", "PET_MASTER_PORT is '0'"),
+    ],
+)
+def test_wrong_variables_are_named(variables: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        environment(dict(variable.split("=") for variable in variables.split()))
+
+
+def test_the_script_of_a_slurm_job_without_ntasks_is_alone() -> None:
+    detected = environment({"SLURM_PROCID": "0"})
+    assert (detected.rank, detected.world_size) == (0, 1)
 
 
 def test_slurm() -> None:

@@ -59,7 +59,7 @@ def test_servers_and_replicas_are_reported() -> None:
 
 
 def test_filters_are_reported() -> None:
-    layout = lay_out_node(nproc_per_node=1, nnodes=1, node_rank=0, master_addr=None, master_port=None)
+    layout = lay_out_node(nproc_per_node=1, nnodes=1, node_rank=0, master_addr=None, master_port=29500)
     outer = {"PACELINE_FILTERS": "top-k:1", "PACELINE_PULL_FILTERS": "zstd"}
     for filters, pulled in (("quantize:4", "none"), (None, None)):
         (plan,) = plan_ranks(

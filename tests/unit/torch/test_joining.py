@@ -66,6 +66,11 @@ def test_ranks_meet_by_token_and_the_token_is_not_in_the_store() -> None:
     assert SECRET not in text
 
 
+def test_the_variable_of_an_unknown_algorithm_is_named() -> None:
+    with pytest.raises(UsageError, match=r"PACELINE_ALGORITHM: .*'typo'"):
+        join_through(HashStore(), 0, 1, "test", TIMEOUT, variables=Environment(token=SECRET, algorithm="typo"))
+
+
 @pytest.mark.parametrize("tokens", [("one secret of many", "another secret of many"), (None, SECRET), (SECRET, None)])
 def test_another_token_is_refused(tmp_path: Path, tokens: tuple[str | None, str | None]) -> None:
     environments = [Environment(token=token, runtime_dir=tmp_path) for token in tokens]

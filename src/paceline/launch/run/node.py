@@ -32,8 +32,10 @@ def wait_host(master_addr: str, patience_s: float) -> str:
 def with_variables(options: RunOptions) -> RunOptions:
     """Return the options with the node's settings from the environment (Kubeflow), unless --nnodes differs."""
     variables = environment()
-    if variables.nnodes is None or options.nnodes not in (None, variables.nnodes):
+    if options.nnodes not in (None, variables.nnodes):
         return options
-    names = ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port")
+    names = ["nproc_per_node"]
+    if variables.nnodes is not None:  # otherwise MASTER_ADDR is of an outer launcher
+        names += ["nnodes", "node_rank", "master_addr", "master_port"]
     missing = {name: getattr(variables, name) for name in names if getattr(options, name) is None}
     return replace(options, **missing)

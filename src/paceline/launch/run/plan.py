@@ -145,11 +145,9 @@ def lay_out_node(
         if value < 1:
             raise UsageError(f"{name} {value}: expected 1 or more")
     if not 0 <= node_rank < nnodes:
-        raise UsageError(
-            f"--node-rank {node_rank}: there are {nnodes} nodes (--nnodes), expected a number from 0 to {nnodes - 1}"
-        )
+        raise UsageError(f"--node-rank {node_rank}: there are {nnodes} nodes, expected a number from 0 to {nnodes - 1}")
     if nnodes > 1 and not master_addr:
-        raise UsageError(f"--nnodes {nnodes}: pass --master-addr, the address of node 0 that all nodes can reach")
+        raise UsageError(f"{nnodes} nodes: pass --master-addr, node 0's address (with PET_NNODES: PET_MASTER_ADDR)")
     if master_port is None:
         master_port = 0 if nnodes == 1 else RENDEZVOUS_PORT
     elif not 1 <= master_port <= 65534:

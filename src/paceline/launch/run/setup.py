@@ -87,7 +87,7 @@ def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
     if not layout.master_port:
         layout = _with_free_port(layout)
     elif layout.node == 0 and options.job != "server":
-        _check_free(_bindable(Address("tcp", layout.master_addr, layout.master_port)), "--master-port")
+        _check_free(_bindable(Address("tcp", layout.master_addr, layout.master_port)), "--master-port or MASTER_PORT")
     nnodes = layout.world_size // len(layout.ranks)
     token = environment().token
     if nnodes == 1 and placement is None:
@@ -256,8 +256,7 @@ def _bindable(place: Address) -> Address:
 
 def _find_tls(options: RunOptions) -> TLS | None:
     """Return the TLS settings from the options, else from the environment. Raises UsageError if they are invalid."""
-    settings = environment()
-    tls = options.tls.load() or TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    tls = options.tls.load() or TLS.of_environment(environment())
     if tls is not None:
         tls.server_context()
         tls.client_context()
@@ -285,7 +284,7 @@ def _check_free(place: Address, purpose: str) -> None:
 
 def _with_free_port(layout: Layout) -> Layout:
     if not is_loopback(layout.master_addr):
-        raise UsageError(f"--master-addr {layout.master_addr}: pass --master-port too, a free port of this machine")
+        raise UsageError(f"node 0 is {layout.master_addr}: pass --master-port too, a free port of this machine")
     with socket.socket(socket.AF_INET6 if ":" in layout.master_addr else socket.AF_INET) as probe:
         probe.bind((layout.master_addr, 0))
         port = int(probe.getsockname()[1])

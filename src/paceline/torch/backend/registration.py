@@ -13,7 +13,8 @@ from torch._C._distributed_c10d import Store as CStore
 from typing_extensions import override
 
 from paceline.collectives import Group, join
-from paceline.environment import Environment, environment
+from paceline.collectives.tuner import check_algorithm
+from paceline.environment import Environment, environment, naming
 from paceline.errors import ConnectionLostError, DeadlineError, RankLostError
 from paceline.meeting.credentials import choose_secret, derive_token
 from paceline.meeting.rendezvous import is_loopback, own_host
@@ -47,6 +48,8 @@ def join_through(
     the ranks' tokens differ.
     """
     variables = environment() if variables is None else variables
+    with naming("PACELINE_ALGORITHM"):
+        check_algorithm(variables.algorithm)
     place = find_place(store, variables.master_addr)
     is_alone = variables.world_size is not None and variables.world_size == variables.local_world_size
     secret = choose_secret(
@@ -65,7 +68,7 @@ def join_through(
         size,
         token=token,
         host=LOOPBACK if is_loopback(place) else own_host(place),
-        tls=TLS.of_files(variables.tls_cert, variables.tls_key, variables.tls_ca),
+        tls=TLS.of_environment(variables),
         name=f"torch {name}",
         timeout=timeout,
         algorithm=variables.algorithm,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.collectives import Group
-from paceline.environment import environment
+from paceline.environment import environment, naming
 from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
@@ -72,10 +72,12 @@ class AllReduce(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         check_compression(compression)
+        source = "PACELINE_FILTERS" if filters is None else None
         if filters is None:
             filters, _ = launcher_filters()
         if filters:
-            gradient_filters(filters)
+            with naming(source):
+                gradient_filters(filters)
             if compression is not None:
                 raise UsageError(f"compression={compression!r} and filters={filters!r}: pass only one")
         if backend is not None and backend not in BACKENDS:

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.environment import environment
 from paceline.errors import UsageError
+from paceline.meeting.rendezvous import find_rank
 from paceline.strategies import NEUTRAL_SETTINGS, ElasticOptions, StrategySpec, check_strategy, default_strategy
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.snapshots import Snapshots
@@ -29,13 +30,20 @@ def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]
         name
         for base in kind.__mro__
         if "__init__" in vars(base) and base is not object
-        for name in inspect.signature(vars(base)["__init__"]).parameters
+        for name, parameter in inspect.signature(vars(base)["__init__"]).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
     }
     if "find_unused_parameters" in options and "unused" in known:
         options.setdefault("unused", "skip" if options["find_unused_parameters"] else "error")
     elif "unused" in options and "find_unused_parameters" in known:
         options.setdefault("find_unused_parameters", options["unused"] == "skip")
-    return {key: value for key, value in options.items() if key in known or key not in NEUTRAL_SETTINGS}
+    options = {key: value for key, value in options.items() if key in known or key not in NEUTRAL_SETTINGS}
+    if unknown := min(options.keys() - known, default=None):
+        advice = f"Choose {', '.join(sorted(known))}"
+        if unknown in ElasticOptions.__annotations__:
+            advice = "Start the script by paceline run --min-ranks N"
+        raise UsageError(f"strategy {kind.name} does not have an option {unknown}. {advice}")
+    return options
 
 
 def strategy(
@@ -62,18 +70,15 @@ def strategy(
     settings = environment()
     chosen = name or settings.strategy
     if chosen is None:
-        chosen = default_strategy(has_servers=settings.scheduler is not None, num_ranks=settings.world_size or 1)
-    try:
-        spec = check_strategy(chosen)
-        if chosen == ElasticOptions.strategy and ElasticOptions.of_environment(settings) is not None:
-            spec = replace(spec, implementation=_ELASTIC)
-        directory, every = snapshot_dir or settings.snapshot_dir, snapshot_every or settings.snapshot_every
-        snapshots = None if directory is None else Snapshots(directory, spec.check_snapshots(directory, every))
-        kind = class_of(spec)
-        created = kind(**_options_of(kind, options))
-        created.snapshots = snapshots
-        return created
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise UsageError(f"strategy {chosen} does not have an option of that name: {error}") from None
+        chosen = default_strategy(has_servers=settings.scheduler is not None, num_ranks=find_rank(settings)[1])
+    spec = check_strategy(chosen, "strategy" if name else "PACELINE_STRATEGY")
+    if chosen == ElasticOptions.strategy and ElasticOptions.of_environment(settings) is not None:
+        spec = replace(spec, implementation=_ELASTIC)
+    directory, every = snapshot_dir or settings.snapshot_dir, snapshot_every or settings.snapshot_every
+    given = {"snapshot_dir": snapshot_dir, "snapshot_every": snapshot_every}
+    names = [name if value else f"PACELINE_{name.upper()}" for name, value in given.items()]
+    snapshots = None if directory is None else Snapshots(directory, spec.check_snapshots(directory, every, *names))
+    kind = class_of(spec)
+    created = kind(**_options_of(kind, options))
+    created.snapshots = snapshots
+    return created

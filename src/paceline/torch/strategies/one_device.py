@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from paceline.environment import environment
 from paceline.errors import UsageError
+from paceline.meeting.rendezvous import find_rank
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.ranks import Ranks
 
 
 def only_rank(name: str) -> Ranks:
     """Return the ranks for a strategy with one process. Raises UsageError if a launcher has started more processes."""
-    size = environment().world_size or 1
+    _, size = find_rank(environment())
     if size > 1:
         raise UsageError(
             f"strategy {name} has one process, but {size} were started. Start one process, or choose all-reduce, "

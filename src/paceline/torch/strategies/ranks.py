@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from paceline.collectives import Group, init
 from paceline.environment import environment
 from paceline.errors import PacelineError, UsageError, first_line
-from paceline.meeting.rendezvous import check_rank, default_place
+from paceline.meeting.rendezvous import default_place, find_rank
 from paceline.torch.backend.registration import join_through
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -49,8 +49,9 @@ class Ranks:
         initialized it.
         """
         settings = environment()
-        is_alone = settings.rank is None or (settings.rank, settings.world_size) == (0, 1)
-        if is_alone and not dist.is_initialized():
+        # With a wrong rank, torch would wait until its timeout.
+        rank, size = (0, 0) if dist.is_initialized() else find_rank(settings)
+        if size == 1:
             if backend is None:
                 return cls()
             ranks = cls()
@@ -60,8 +61,6 @@ class Ranks:
         owns_torch = False
         if backend is not None and not dist.is_initialized():
             has_place = settings.master_addr and settings.master_port
-            rank, size = settings.rank or 0, settings.world_size or 1
-            check_rank(rank, size)  # with a wrong rank, torch would wait until its timeout
             dist.init_process_group(
                 backend,
                 init_method=None if has_place else str(default_place(size, settings)),

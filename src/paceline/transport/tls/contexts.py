@@ -7,6 +7,7 @@ import ssl
 from dataclasses import dataclass
 from os import PathLike
 
+from paceline.environment import Environment
 from paceline.errors import UsageError
 
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
@@ -30,10 +31,19 @@ class TLS:
         """Create the TLS settings from the given files. Return None if no file is given."""
         return None if cert is None and key is None and ca is None else cls(cert=cert, key=key, ca=ca)
 
+    @classmethod
+    def of_environment(cls, variables: Environment) -> TLS | None:
+        """Create the TLS settings from ``PACELINE_TLS_…``. Raises UsageError, with the variable, for a missing file."""
+        files = {"CERT": variables.tls_cert, "KEY": variables.tls_key, "CA": variables.tls_ca}
+        for name, file in files.items():
+            if file is not None and not file.is_file():
+                raise UsageError(f"PACELINE_TLS_{name}={file}: there is no such file. Pass a PEM file, or unset it")
+        return cls.of_files(*files.values())
+
     def server_context(self) -> ssl.SSLContext:
         """Create a server's TLS context. Raises UsageError for a missing file or certificate."""
         if self.cert is None:
-            raise UsageError("a server needs a certificate for TLS. Pass its file as TLS(cert=...)")
+            raise UsageError("a server needs a certificate for TLS. Pass TLS(cert=...), or set PACELINE_TLS_CERT")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._load(context)
         if self.ca is not None:

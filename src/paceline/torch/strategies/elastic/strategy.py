@@ -207,7 +207,7 @@ def _connect(timeout: timedelta, balanced_batch: int | None) -> ElasticGroup:
         settings.token,
         member,
         is_newcomer=member >= options.num_ranks,
-        tls=TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca),
+        tls=TLS.of_environment(settings),
         timeout=timeout,
         step_times=StepTimes(factor or math.inf, options.min_ranks) if has_times else None,
         balance=None if balanced_batch is None else Balance(balanced_batch),

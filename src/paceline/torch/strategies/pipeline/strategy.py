@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from paceline.environment import environment
 from paceline.errors import UsageError
+from paceline.meeting.rendezvous import find_rank
 from paceline.strategies import PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.torch.strategies.base import Strategy, state_of
 from paceline.torch.strategies.deferred import is_stand_in
@@ -72,7 +73,7 @@ class Pipeline(Strategy):
                 split=",".join(split if split is not None else () if known is None else known.split) or None,
                 stage_memory=_text(stage_memory if stage_memory is not None or known is None else known.stage_memory),
             ),
-            settings.world_size or 1,
+            find_rank(settings)[1],
         )
         chosen = torch.device("cpu" if device is None else device)
         if chosen.type != "cpu":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from datetime import timedelta
 
-from paceline.environment import environment
+from paceline.environment import environment, naming
 from paceline.errors import UsageError
 from paceline.protocol import Consistency
 from paceline.ps import Client
-from paceline.transport import TLS, SocketTransport
+from paceline.transport import TLS, Address, SocketTransport
+from paceline.transport.security.authentication import check_token
 
 _TIMEOUT = timedelta(minutes=1)
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -33,7 +34,10 @@ def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Clie
             f"rank {rank}: strategy {name} stores parameters on servers, but the environment names none ({missing} is "
             f"not set): start the program with `paceline run --strategy {name} --servers 1 SCRIPT`"
         )
-    tls = TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    tls = TLS.of_environment(settings)
+    check_token(settings.token, "PACELINE_TOKEN")
+    with naming("PACELINE_SCHEDULER"):
+        Address.parse(settings.scheduler)
     client = Client.connect(
         SocketTransport(settings.token, tls=tls), settings.scheduler, rank=rank, timeout_s=timeout.total_seconds()
     )

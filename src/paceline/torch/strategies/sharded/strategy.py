@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from paceline.environment import environment
+from paceline.meeting.rendezvous import find_rank
 from paceline.strategies import ShardingOptions, choose_sharding
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.base import Strategy, choose_device, state_of
@@ -76,7 +77,7 @@ class Sharded(Strategy):
             units = known.units
         if data_parallel is None and known is not None:
             data_parallel = known.data_parallel
-        num_ranks = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
+        num_ranks = dist.get_world_size() if dist.is_initialized() else find_rank(settings)[1]
         self.options = choose_sharding(",".join(units or ()) or None, data_parallel, num_ranks)
         chosen = choose_device(device, settings.local_rank or 0)
         if chosen.type == "cuda":
