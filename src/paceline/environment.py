@@ -185,8 +185,8 @@ def _read_ranks(found: Mapping[str, str]) -> tuple[str, int | None, int | None, 
     launcher = next((launcher for launcher in _LAUNCHERS if found.get(launcher)), "RANK")
     names = _LAUNCHERS[launcher]
     rank, size, local_rank, local_size = (_integer(found, name) for name in names)
-    if launcher == _SLURM and rank == 0 and size is None:
-        size = 1  # the script of a job without --ntasks
+    if launcher == _SLURM and size is None:  # the script of a job without --ntasks is the only rank
+        size = _integer(found, "SLURM_STEP_NUM_TASKS") or (1 if rank == 0 else None)
     # RANK alone is valid for a program that passes the world size to init().
     is_complete = launcher == "RANK" or (rank is not None and size is not None)
     node_rank, num_nodes = _integer(found, "PET_NODE_RANK"), _integer(found, "PET_NNODES", 1)

@@ -110,5 +110,5 @@ def test_a_rank_beyond_the_world_size_does_not_wait_for_other_ranks(monkeypatch:
     variables = {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="rank 3 of 2"):
+    with pytest.raises(UsageError, match="RANK is 3 and WORLD_SIZE is 2"):
         Ranks.meet(timedelta(seconds=5), backend="gloo")

@@ -81,6 +81,8 @@ def test_wrong_variables_are_named(variables: str, message: str) -> None:
 def test_the_script_of_a_slurm_job_without_ntasks_is_alone() -> None:
     detected = environment({"SLURM_PROCID": "0"})
     assert (detected.rank, detected.world_size) == (0, 1)
+    detected = environment({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "5"})
+    assert (detected.rank, detected.world_size) == (0, 5)
 
 
 def test_slurm() -> None:
