@@ -186,5 +186,7 @@ def _check_flags(spec: StrategySpec, given: dict[str, Any]) -> None:
     for other in STRATEGIES.values():
         wrong = [name for name in other.flags if name in given and name not in spec.flags]
         if wrong:
-            shown = " ".join(f"--{name.replace('_', '-')} {given[name]}" for name in wrong)
+            shown = " ".join(
+                f"--{name.replace('_', '-')}" + ("" if given[name] is True else f" {given[name]}") for name in wrong
+            )
             raise UsageError(f"strategy {spec.name} {other.without_flags}. Leave {shown} out, or choose {other.name}")

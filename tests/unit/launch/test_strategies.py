@@ -8,7 +8,8 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.protocol import BoundedDelay, Eventual, Sequential
-from paceline.strategies import STRATEGIES, choose_strategy, needs_servers
+from paceline.strategies import STRATEGIES, StrategyFlags, choose_strategy, needs_servers
+from paceline.strategies.elastic import ElasticFlags
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,10 @@ def test_consistency() -> None:
         ({"name": "hybrid", "servers": 0}, "expected 1 or more"),
         ({"name": "parameter-server", "servers": -1}, "expected 1 or more"),
         ({"name": "parameter-server", "consistency": "soon"}, "'soon'"),
+        (
+            {"name": "hybrid", "flags": StrategyFlags(elastic=ElasticFlags(min_ranks=1, balance=True))},
+            "Leave --min-ranks 1 --balance out",
+        ),
     ],
 )
 def test_impossible_options_are_rejected(options: dict[str, Any], message: str) -> None:
