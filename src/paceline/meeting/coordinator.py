@@ -194,8 +194,8 @@ class CoordinatorServer(Closing):
         self._server.call(lambda: self._store.carry_out(self._coordinator.ended(member, is_failure=is_failure)))
 
     def has_joined(self, member: int) -> bool:
-        """Return whether a process takes part in the training."""
-        return self._coordinator.is_member(member)
+        """Return whether a process that has not ended takes or took part in the training."""
+        return self._coordinator.has_joined(member)
 
     @override
     def close(self) -> None:

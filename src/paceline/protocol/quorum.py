@@ -163,6 +163,8 @@ class Coordinator:
         """Members that have left and whose processes live."""
         self._paused: set[int] = set()
         """Processes that have left and will return."""
+        self._joined: set[int] = set()
+        """Processes that have become members and have not ended."""
         self._has_ended = False
         """Whether a member has ended without a failure."""
         self._step_of_left = 0
@@ -184,8 +186,9 @@ class Coordinator:
     def _num_living(self) -> int:
         return len(self._alive) + len(self._leaving) + len(self._paused)
 
-    def is_member(self, member: int) -> bool:
-        return member in self._alive
+    def has_joined(self, member: int) -> bool:
+        """Return whether a process has become a member. It may have left, or be declared lost, since."""
+        return member in self._joined
 
     def started(self, member: int) -> None:
         """Expect a new process. Requests of unexpected processes are rejected."""
@@ -226,6 +229,7 @@ class Coordinator:
         return self._decide()
 
     def ended(self, member: int, *, is_failure: bool) -> list[QuorumInstruction]:
+        self._joined.discard(member)
         if self.has_failed or member not in self._processes:
             return []
         is_old = member in self._alive or member in self._leaving or member in self._awaited
@@ -314,6 +318,7 @@ class Coordinator:
         self.quorum += 1
         self.members = tuple(sorted(members))
         self._alive = set(members)
+        self._joined |= members
         self._paused -= members
         self._reports, self._deadline_s, self._is_announced = {}, None, False
         self._start = StartQuorum(self.quorum, self.members, step, self.members.index(source), has_newcomers)

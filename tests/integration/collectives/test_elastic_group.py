@@ -77,6 +77,15 @@ def test_the_remaining_ranks_repeat_an_exchange_after_a_rank_leaves(training: Tr
     assert training.run(work, 0, 1, 2) == [None, ([2.0], (1, 2), 2), ([2.0], (1, 2), 2)]
 
 
+def test_a_rank_that_has_left_took_part(training: Training) -> None:
+    """A process leaves before it ends, also after an exception."""
+    assert not training.server.has_joined(0)
+    training.run(lambda group: group.barrier(), 0, 1, 2)
+    assert training.server.has_joined(0)
+    training.server.ended(0, is_failure=True)
+    assert not training.server.has_joined(0)
+
+
 def test_a_silent_rank_is_expelled_and_cannot_come_back(training: Training) -> None:
     may_continue = threading.Event()
 

@@ -389,7 +389,7 @@ class Elastic(RuleBasedStateMachine):
     @invariant()
     def numbers_grow(self) -> None:
         assert len(self.coordinator.members) <= 4
-        assert all(m in self.coordinator.members for m in range(self.next_member) if self.coordinator.is_member(m))
+        assert all(m in self.coordinator.members for m in range(self.next_member) if m in self.coordinator._alive)
         assert self.highest == self.coordinator.quorum
 
     @invariant()
@@ -398,9 +398,7 @@ class Elastic(RuleBasedStateMachine):
         if self.coordinator.has_failed:
             return
         members = [
-            rank.rules
-            for member, rank in self.ranks.items()
-            if self.coordinator.is_member(member) and rank.rules.quorum
+            rank.rules for member, rank in self.ranks.items() if member in self.coordinator._alive and rank.rules.quorum
         ]
         top = max((member.step for member in members), default=0)
         for member in members:
