@@ -90,6 +90,8 @@ class _HostProcess:
     def __init__(self, role: RunRole, index: int, host: str) -> None:
         self.role, self.index, self.host = role, index, host
         self.reply: HostReply | None = None
+        self._reported: int | None = None
+        """The command's exit status, which the host has reported."""
         self.errors: list[bytes] = []
         """Lines on standard error before the start."""
         self.num_open = 2
@@ -106,12 +108,13 @@ class _HostProcess:
         """Return the exit status, of ``ssh`` if the host has not reported one; None before all output was read."""
         if self.num_open or (status := self.ssh.poll()) is None:
             return None
-        return status if self.reply is None or self.reply.status is None else self.reply.status
+        return status if self._reported is None else self._reported
 
     @property
     def is_lost(self) -> bool:
         """Whether the connection has ended before the command."""
-        return self.status() is not None and (self.reply is None or self.reply.status is None)
+        status = self.status()
+        return self._reported is None and status is not None and (status == _LOST_STATUS or status < 0)
 
     def receive(self, lines: Sequence[bytes]) -> list[bytes]:
         """Store a reply; return the output, in which a reply may follow an incomplete line."""
@@ -120,6 +123,7 @@ class _HostProcess:
             text, mark, reply = line.partition(REPLY)
             if mark:
                 self.reply = msgspec.json.decode(reply, type=register_type(HostReply))
+                self._reported = self.reply.status
                 text += b"\n" if text else b""
             output += [text] if text else []
         return output
