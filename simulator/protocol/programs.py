@@ -1,4 +1,4 @@
-"""The programs of workers and posters, which wait for answers, for servers and for times."""
+"""Run the programs of simulated nodes. A program waits for requests to servers, for a job's answer or for a time."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def _read_ranks(found: Mapping[str, str]) -> tuple[str, int | None, int | None, 
 def _starter() -> int:
     """Return the process that started this session. MPICH gives every rank a session of its own.
 
-    The parent would be a different process if the rank was started by a shell.
+    This process's own parent is not used, because it may be a shell that runs only this rank.
     """
     import psutil
 

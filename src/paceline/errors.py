@@ -77,7 +77,7 @@ class ModelLostError(PeerError):
 
 
 class LostRowsError(PeerError):
-    """Workers died that stored examples for other workers, so those examples must be read again."""
+    """The examples in the memory of lost workers are missing, so the workers must read all data again."""
 
 
 class DeadlineError(PeerError):

@@ -28,7 +28,7 @@ _NUM_AGREED: Final = 64
 
 
 class _Count(msgspec.Struct, frozen=True, array_like=True):
-    """The count of one rank's attempts to create a group, as the other ranks read it from the store."""
+    """The counts that one rank publishes in the store for the other ranks."""
 
     number: int
     agreed: list[int]

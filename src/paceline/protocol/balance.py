@@ -8,16 +8,16 @@ from typing import Final
 from paceline.protocol.stragglers import StepTimes
 
 _FEWEST_STEPS: Final = 10
-"""Steps with equal shares, after each change of the ranks, before the first change of shares."""
+"""Number of steps with equal shares after a change of the ranks. Then the shares may change for the first time."""
 _MOST_STEPS: Final = 160
-"""The most steps before the next change of shares. A change is costly, because loaders drop what they read ahead."""
+"""Maximum number of steps between changes of shares. A change is costly: loaders drop their prefetched batches."""
 _LEAST_GAIN: Final = 0.1
-"""Part of the step time that new shares must save."""
+"""New shares must save at least this fraction of the step time."""
 _SHORTEST_S: Final = 1e-9
 
 
 def divide(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return each rank's share of `count` samples, such that the slowest rank ends as early as possible.
+    """Divide `count` samples among ranks so that the slowest rank ends as early as possible; return the shares.
 
     The shares are integers with the sum `count`, proportional to the positive `speeds`. Each rank has one sample or
     more, unless there are fewer samples than ranks.
@@ -33,15 +33,15 @@ def divide(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def divide_step(count: int, size: int, shares: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Divide `count` samples among `size` ranks as `shares` divide a step; None for equal shares."""
+    """Divide `count` samples among `size` ranks in proportion to `shares`; None for equal shares."""
     # A share of 0 exists if a step has fewer samples than ranks. Such a rank may get samples of a larger count.
     return divide(count, [1.0] * size if shares is None else [max(share, 0.5) for share in shares])
 
 
 class Balance:
-    """Chooses the ranks' shares of each step from their step times. The result is equal on all ranks of a quorum.
+    """Chooses the ranks' shares of each step from the ranks' step times. The result is equal on all ranks of a quorum.
 
-    `global_batch` is the number of samples in a step of all ranks.
+    `global_batch` is the number of samples in a step, summed over all ranks.
     """
 
     def __init__(self, global_batch: int) -> None:
@@ -55,7 +55,7 @@ class Balance:
         self._num_steps = _FEWEST_STEPS
 
     def update(self, times: StepTimes) -> None:
-        """Choose new shares if they save much of the step time; `times` are those of steps with the present shares."""
+        """Choose new shares if they save enough time, given the `times` of the steps with the present shares."""
         if not times.num_steps or times.num_steps % self._num_steps:
             return
         times_s = [max(time_s, _SHORTEST_S) for time_s in times.medians()]

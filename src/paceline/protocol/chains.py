@@ -1,8 +1,9 @@
 """The scheduler's planner of chains: the servers of each bucket, and their order.
 
-A bucket's :class:`Chain` lists the servers that have all data of the bucket, the primary first. At the end it may have
-one server that is being filled: it receives a copy of the bucket. Incarnations identify servers, so a restarted server
-is a new server without data. Comments refer to the rules of section "Chains" in docs/explanation/protocol.md.
+A bucket's :class:`Chain` lists the servers that have all data of the bucket, the primary first. The last server of a
+chain may be *filling*: it is still receiving a copy of the bucket. A server is identified by its incarnation, so a
+restarted server is a new server without data. Comments refer to the rules of section "Chains" in
+docs/explanation/protocol.md.
 
 Source: van Renesse and Schneider 2004 "Chain Replication for Supporting High Throughput and Availability" (a server
 that fails leaves its chain, a new one is appended after the tail); Lin et al. 2008 "PacificA: Replication in Log-Based
@@ -33,11 +34,11 @@ class Chain:
     """The servers with all data of the bucket: the primary, then the replicas in order."""
 
     filling: int | None = None
-    """The server after the tail that is being filled, if any. This server is never a member."""
+    """The server after the tail that is being filled, if any. It is not in `members`."""
 
 
 class ChainGroup(Struct, frozen=True, array_like=True):
-    """Buckets with equal chains (:class:`Chain`), the form in which chains are sent. See :func:`chain_group`."""
+    """Buckets with equal chains (:class:`Chain`). Messages contain chains in this form. See :func:`chain_group`."""
 
     members: tuple[Number, ...]
     filling: Number | None
@@ -57,9 +58,10 @@ class ChainGroup(Struct, frozen=True, array_like=True):
 
 
 class Filled(Struct, frozen=True, tag=True):
-    """NOTICE of a server to the scheduler: in the view of `version`, its successor `target` has all buckets of `mask`.
+    """NOTICE to the scheduler from a server: in the view of `version`, its successor `target` has all buckets of
+    `mask`.
 
-    The predecessor of `target` sends this notice: from this moment it acknowledges only pushes that `target` has.
+    From then on, the sender acknowledges a push only if `target` has the push.
     """
 
     version: Version
@@ -109,7 +111,7 @@ def in_chain(members: tuple[int, ...], filling: int | None) -> tuple[int, ...]:
 
 
 def leads_of(groups: Iterable[ChainGroup]) -> tuple[dict[int, int], int]:
-    """Return the buckets that each server in a chain leads (0 if it leads none), and the lost buckets."""
+    """Return the buckets of which each server in a chain is primary (0 if none), and the lost buckets."""
     leads: dict[int, int] = {}
     lost = 0
     for group in groups:
@@ -123,7 +125,7 @@ def leads_of(groups: Iterable[ChainGroup]) -> tuple[dict[int, int], int]:
 
 
 VERSION_GAP: Final = 1000
-"""A new scheduler adds this gap to the newest known version, because dead processes may have had later versions."""
+"""A new scheduler adds this number to the newest known version, because dead processes may have had later versions."""
 
 _LOST: Final = Chain(())
 
@@ -200,11 +202,11 @@ def lost_buckets(groups: Iterable[ChainGroup]) -> int:
 
 
 class Planner:
-    """The chains of all buckets, and the version, which rises with each change.
+    """The chains of all buckets, and their version, which rises with each change.
 
     `replicas` is the number of replicas per bucket, if enough servers exist. Each primary either had the bucket when
-    all tables were empty, or has received it in a fill. If servers join or leave, only the buckets move whose placement
-    on the servers has changed. A bucket is lost only when all its members have died.
+    all tables were empty, or has received it in a fill. If servers join or leave, a bucket moves only if its placement
+    has changed. A bucket is lost only when all its members have died.
     """
 
     def __init__(self, num_buckets: int = NUM_BUCKETS, replicas: int = 0) -> None:
@@ -230,8 +232,8 @@ class Planner:
         """Restore the planner after a restart of the scheduler, from the newest known view and the live servers.
 
         The chains get a new version, because the lost scheduler may have sent a newer version to dead processes. A
-        running fill continues. Servers that are not in ``servers`` count as dead, so wait for the last view's servers
-        first.
+        running fill continues. Servers that are not in ``servers`` count as dead, so first wait for the servers of the
+        last view.
 
         Raises UsageError for invalid groups, a version below 1, or two servers with the same rank.
         """
@@ -265,7 +267,7 @@ class Planner:
     def start(self, servers: Mapping[int, int]) -> None:
         """Place all buckets on these servers (incarnation → rank), whose tables are empty.
 
-        Raises UsageError after an earlier start, for no servers, and for two servers with the same rank.
+        Raises UsageError if the planner has started before, without servers, or if two servers have the same rank.
         """
         if self._version:
             raise UsageError("The buckets are already placed: start a planner only once.")
@@ -298,7 +300,7 @@ class Planner:
             self._version += 1
 
     def restore(self, groups: Iterable[ChainGroup], filled: Iterable[tuple[int, int]] = ()) -> None:
-        """Restore these chains and undo later plans.
+        """Replace the planned chains by these chains.
 
         Then apply `filled`: pairs of a server and the buckets that it has received. Call :meth:`servers_changed` next.
         The version does not decrease, because other processes may already have the current version.
@@ -324,7 +326,7 @@ class Planner:
         self._wanted_of, self._wanted = dict(servers), wanted
 
     def _next_chain(self, bucket: int, chain: Chain) -> Chain:
-        # Rule 1: a dead server leaves its chain immediately; without members the bucket is lost.
+        # Rule 1: a dead server leaves its chain immediately. If the chain has no other members, the bucket is lost.
         living = tuple([server for server in chain.members if server in self._living])
         if not living:
             return _LOST
@@ -332,7 +334,7 @@ class Planner:
         members = tuple([server for server in living if server not in self._silent]) or living
         filling = chain.filling if chain.filling in self._living - self._silent else None
         if not self._wanted:
-            return Chain(members, filling)  # all servers leave, so placement wants no chain
+            return Chain(members, filling)  # all servers leave, so no other chain is planned
         # Rule 2: when all wanted servers are members, the chain becomes the wanted chain, without any other members.
         wanted = self._wanted[bucket]
         missing = [server for server in wanted.members if server not in members]

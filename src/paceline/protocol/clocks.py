@@ -1,7 +1,7 @@
 """The gate of one server: the vector clock determines which iterations workers may begin.
 
-Every worker sends its ticks to every server, so each gate decides alone and iterations need no central coordinator.
-Comments refer to the rules of section "Clocks and the gate" in docs/explanation/protocol.md.
+Every worker sends a *tick* to every server when it finishes an iteration. So each gate decides alone, without a central
+coordinator. Comments refer to the rules of section "Clocks and the gate" in docs/explanation/protocol.md.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 3.4 (flexible consistency)
 and 4.1 (vector clocks); the clocks are those of Lamport 1978 and Mattern 1988.
@@ -29,7 +29,7 @@ class VectorClock:
 
     def __init__(self, num_expected: int = 0, first_clock: int = 0) -> None:
         self._clocks: dict[int, int] = {}  # every member
-        self._finished: set[int] = set()  # members without work, whose clocks do not count
+        self._finished: set[int] = set()  # finished members, whose clocks do not count
         self._seen: set[int] = set()  # joined workers, each in place of a missing expected worker
         self._num_missing = num_expected
         self._first_clock = first_clock
@@ -83,7 +83,7 @@ class VectorClock:
             self._remove(self._clocks[worker])
 
     def resume(self, worker: int) -> None:
-        """Count a finished member again; other workers are ignored."""
+        """Count a finished member again; ignore other workers."""
         if worker in self._finished:
             self._finished.remove(worker)
             start = self._clocks[worker] = max(self._minimum, self._clocks[worker])
@@ -92,7 +92,7 @@ class VectorClock:
     def tick(self, worker: int, clock: int) -> bool:
         """Raise a member's clock; return False if the worker is not a member or its clock does not rise.
 
-        O(1) for a rise by one.
+        A rise by one takes O(1).
         """
         before = self._clocks.get(worker)
         if before is None or clock <= before:
@@ -137,10 +137,10 @@ class VectorClock:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Sequential only: aggregate the pushes of ``workers`` in ``iteration``, in this order, and apply the sum once.
+    """Sequential only: sum the pushes of ``workers`` in ``iteration``, in this order, and apply the sum once.
 
-    ``workers`` are the workers that have ticked the iteration. Pushes of other workers are dropped, because these
-    workers died or retired before their tick.
+    ``workers`` have ticked the iteration. Pushes of other workers are dropped, because they died or retired before
+    their tick.
     """
 
     iteration: int
@@ -221,14 +221,14 @@ class Gate:
         return () if self._tau is None else self._vector.lagging(clock - self._tau)
 
     def begin(self, worker: int, clock: int, ticket: object) -> list[Instruction]:
-        """Request to begin iteration `clock`. An Unblock with `ticket` follows, now or from a later call."""
+        """Request to begin iteration `clock`. This call or a later call returns an Unblock with `ticket`."""
         if self.is_open(clock):
             return [Unblock(ticket)]
         self._held.setdefault(clock, []).append((worker, ticket))
         return []
 
     def tick(self, worker: int, clock: int) -> list[Instruction]:
-        """Record that a worker has finished `clock` iterations. If its clock does not rise, the tick is a duplicate."""
+        """Record that a worker has finished `clock` iterations. A tick that does not raise its clock is a duplicate."""
         before = self._vector.clocks.get(worker, clock)
         if self._vector.tick(worker, clock) and self._aggregates:
             # A late tick of a finished worker does not change the workers of a complete iteration.
@@ -251,12 +251,12 @@ class Gate:
         return self._advance()
 
     def finish(self, worker: int) -> list[Instruction]:
-        # Rule 3: a worker without work stops counting, but stays a member and may still be answered.
+        # Rule 3: a finished worker stops counting, but stays a member and its requests are still served.
         self._vector.finish(worker)
         return self._advance()
 
     def resume(self, worker: int) -> list[Instruction]:
-        """Wait again for a finished worker, which continues at the minimum clock, or at its own if that is higher."""
+        """Count a finished worker again. It continues at the minimum clock, or at its own clock if that is higher."""
         self._vector.resume(worker)
         return self._advance()
 

@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
-    """Every worker sees all updates of the previous iteration, as if one process trained on all workers' batches.
+    """Every worker sees all updates of the previous iteration. The result is as if one process trained on all batches.
 
     The gradients of one iteration are aggregated in rank order and applied once. Source: OSDI'14 "Scaling Distributed
     Machine Learning with the Parameter Server", section 3.4 (bulk synchronous, Valiant 1990). Raises UsageError if
@@ -48,7 +48,7 @@ class BoundedDelay:
     tau: int
     """The maximum delay in iterations.
 
-    With 0, workers wait as under :class:`Sequential`, but servers apply updates on arrival.
+    With 0, workers wait as with :class:`Sequential`, but servers apply updates on arrival.
     """
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Eventual:
 
     @property
     def tau(self) -> int | None:
-        """None, because the delay has no maximum."""
+        """The maximum delay: None, because the delay has no limit."""
         return None
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class DropStale:
 
 @dataclass(frozen=True, slots=True)
 class DelayCompensate:
-    """Correct stale gradients to first order for the change of the weights since they were computed.
+    """Correct stale gradients, to first order, for the change of the weights since the gradients were computed.
 
     Source: DC-ASGD, Zheng et al. 2017 "Asynchronous Stochastic Gradient Descent with Delay Compensation". The update
     rules implement the arithmetic.

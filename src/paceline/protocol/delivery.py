@@ -1,7 +1,7 @@
 """The duplicate filter: each push is applied exactly once, even if it is sent several times.
 
-The sender numbers its pushes; each bucket stores, per incarnation of a sender, the number of the last applied push. A
-bucket's filter moves with the bucket's data, so a repeat after a move is recognized.
+The sender numbers its pushes; each bucket stores, per incarnation of a sender, the number of the last applied push. If
+a bucket moves to another server, its filter moves too, so the new server recognizes repeated pushes.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 4.1 (vector clocks, one per
 key range) and 4.3 (consistent migration). Comments refer to the rules of section "Delivery" in
@@ -17,7 +17,7 @@ from paceline.errors import StaleEpochError, UsageError
 from paceline.protocol.buckets import ALL, buckets_in
 
 _MANY: Final = 64
-"""The sets of an incarnation are made disjoint whenever their number reaches a multiple of this number."""
+"""When the number of an incarnation's sets reaches a multiple of this number, the sets are made disjoint."""
 _NOTHING: Final[dict[int, int]] = {}
 
 
@@ -25,8 +25,8 @@ class Delivery:
     """The duplicate filters of one server's buckets.
 
     Preconditions: sequence numbers are at least 0. The pushes of one incarnation reach each bucket in ascending order,
-    apart from repeats: a client waits for a bucket's acknowledgement before a later push to the bucket, or sends both
-    on one ordered connection. An incarnation is never reused. Numbers may be skipped.
+    apart from repeats: before a later push to a bucket, a client waits for the acknowledgement of the earlier push, or
+    it sends both on one ordered connection. An incarnation is never reused. Numbers may be skipped.
 
     Incarnations of dead processes are retained, because their pushes may still be in flight along a chain. Each
     incarnation needs about 200 bytes for each set of buckets in its last pushes.
@@ -47,9 +47,9 @@ class Delivery:
         """Record a push as applied; return the given buckets for which the push is new (0 if it is a duplicate).
 
         ``buckets=None`` means all buckets of this server. The push counts as delivered to all given buckets, including
-        buckets without any of its keys. O(1) on average if the push is newer than all earlier pushes.
+        buckets without any of its keys. If the push is newer than all earlier pushes, this takes O(1) on average.
 
-        Raises StaleEpochError for a bucket of another server; nothing is recorded.
+        Raises StaleEpochError, and records nothing, for a bucket of another server.
         """
         held = self._buckets
         if buckets is None or buckets == held:
@@ -85,7 +85,7 @@ class Delivery:
         return -1 if seen is None else next(reversed(seen.values()))
 
     def _remember(self, incarnation: int, sequence: int, new: int) -> None:
-        """Set the last push of buckets; the earlier pushes of all these buckets have lower numbers."""
+        """Set the last push of the buckets `new`, whose earlier pushes have lower numbers."""
         if self._newest(incarnation) > sequence:
             runs = [(last, left) for last, part in self._runs(incarnation) if (left := part & ~new)]
             self._seen[incarnation] = {part: last for last, part in sorted([*runs, (sequence, new)])}

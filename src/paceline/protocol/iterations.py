@@ -1,21 +1,21 @@
-"""Sequential consistency on one server of a chain: the pushes of an iteration, their sum, and the waiting reads.
+"""Sequential consistency on one server: buffer the pushes of an iteration, forward their sum, and delay reads.
 
 The primary buffers the pushes of an iteration until the gate (:mod:`paceline.protocol.clocks`) completes the iteration.
 Then the primary adds them and forwards the sum along the chain, as a push with the incarnation AGGREGATE and the number
-iteration + 1. So a bucket's duplicate filter contains the number of complete iterations, also after the bucket moves.
+iteration + 1. So a bucket's duplicate filter also stores the number of complete iterations, and moves with the bucket.
 Reads of the next iteration wait until the whole chain has the sum.
 
 A *takeover* begins when a server becomes primary of more buckets. The server lacks the buffered pushes of the former
 primary, so workers resend their retained pushes, followed by `Synced`. Until all workers have sent `Synced`, the server
-completes no iteration and answers no read. Under bounded delay (:class:`OnArrival`) reads wait too, because a worker's
-tick may arrive before the worker's resent pushes.
+completes no iteration and answers no read. Under bounded delay (:class:`OnArrival`) a takeover delays reads too,
+because a worker's tick may arrive before its resent pushes.
 
 While a chain has fewer than `min_replicas` replicas, complete iterations are not durable: reads of the next iteration
 wait, and workers retain their pushes.
 
-Workers retain pushes only while a primary has successors, so earlier pushes may exist only on this server. This server
-reports its first successor as filled only when the whole chain has these pushes. Before the report, the scheduler lets
-no other server become primary of the bucket. Comments refer to the rules in docs/explanation/protocol.md.
+Workers retain pushes only while a primary has successors. Earlier pushes may exist only on the primary, so the primary
+reports its first successor as filled only when the whole chain has these pushes. Before this report, no other server
+can become primary of the bucket. Comments refer to the rules in docs/explanation/protocol.md.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.3 (replication after
 aggregation).
@@ -31,7 +31,7 @@ from paceline.protocol.delivery import Delivery
 from paceline.protocol.replication import AGGREGATE, Replication
 
 _KEPT_ITERATIONS: Final = 4096
-"""Number of complete iterations whose workers a server stores: a replica needs these lists if its primary dies."""
+"""A server stores the workers of this many complete iterations. A replica needs these lists if its primary dies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Takeover:
 
 
 class OnArrival:
-    """Replaces :class:`Iterations` if pushes are applied on arrival. Under bounded delay, a takeover delays reads."""
+    """Replaces :class:`Iterations` if servers apply pushes on arrival. Under bounded delay, a takeover delays reads."""
 
     first_clock = 0
 
@@ -132,13 +132,13 @@ class Iterations:
         self._unsafe: dict[int, int] = {}  # iteration → number of its sums that a server of the chain may lack
         self._safe = 0  # the number of durable iterations when the chains last had enough replicas
         self._version = 0
-        self._unaware: set[int] = set()  # workers that may not have a view in which this server has a successor
+        self._unaware: set[int] = set()  # workers that may lack a view in which this server has a successor
         # Pushes of iterations below this number may exist only on this server. None until `_unaware` is empty.
         self._unretained_below: int | None = None
         self._orphaned_below = 0  # iterations below this number may have pushes of workers that left
 
     def follow(self, former: Iterations) -> None:
-        """Replace `former`: acknowledgements of sums that `former` sent will be passed to this object."""
+        """Replace `former`: this object now receives the acknowledgements of the sums that `former` sent."""
         self._unsafe = former._unsafe
 
     @property
@@ -164,7 +164,7 @@ class Iterations:
     def first_clock(self) -> int:
         """The lowest iteration at which a worker may join or rejoin the gate.
 
-        A former primary's gate may have completed later iterations than this server's gate, and without the worker. The
+        A former primary's gate may have completed more iterations than this server's gate, without the worker. The
         worker's pushes for these iterations would be dropped.
         """
         return self._replication.num_complete
@@ -175,8 +175,9 @@ class Iterations:
             return False
         if self.durable >= clock:
             return True
-        # A chain with too few replicas stays short until a fill is reported (:meth:`may_report`). The report waits for
-        # the iterations below `_unretained_below`, so reads of these iterations must not wait for the report.
+        # A chain with too few replicas stays short until a fill is reported (:meth:`may_report`). The report waits
+        # until the chain has the iterations below `_unretained_below`, so reads of these iterations must not wait for
+        # the report.
         return self._unretained_below is not None and clock < self._unretained_below and self._in_chain >= clock
 
     def may_report(self, buckets: int) -> bool:
@@ -222,7 +223,8 @@ class Iterations:
         self._record_safe()
 
     def lead(self, version: int, buckets: int, workers: Collection[int], followers: Collection[int] = ()) -> list[Sum]:
-        """Record the buckets that this server leads in view `version`; return the sums to push if no takeover runs.
+        """Record the buckets that this server leads in view `version`; return the sums to push, except during a
+        takeover.
 
         Call this for each view. A takeover waits for Synced from the `workers` of the view, and for Ready from the
         `followers` (the replicas in the chains of `buckets`).

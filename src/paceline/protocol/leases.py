@@ -1,4 +1,4 @@
-"""Lease the items of an epoch to ranks that change, so that each item is in exactly one committed step.
+"""Lease the items of an epoch to ranks that join and leave, so that each item is in exactly one committed step.
 
 All ranks have equal :class:`EpochLeases`, because they make the same calls in the same order. These are the rules:
 
@@ -7,9 +7,9 @@ All ranks have equal :class:`EpochLeases`, because they make the same calls in t
    divides its share equally among the rounds. The items of a round are dealt to the ranks in turn, in proportion to the
    ranks' numbers of items in this round.
 2. The items of a round are leased when it begins. A committed step uses the items of the ranks that contribute to it.
-   The other leases end: their items come again, before all later items.
-3. With a constant number of items, a step is committed only when the contributing ranks hold all its items. Until then
-   these ranks keep their leases, and more rounds replace the missing items.
+   The other leases end, and their items are leased again before all later items.
+3. If every step must have the same number of items, a step is committed only when the contributing ranks hold all its
+   items. Until then these ranks keep their leases, and more rounds replace the missing items.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Remaining:
 
     first: int = 0
     returned: tuple[int, ...] = ()
-    """Numbers below `first`, ascending: items of ranks that died before their step was committed."""
+    """Numbers below `first`, ascending: items of ranks that died before their step was committed. They are next."""
 
     def __contains__(self, number: int) -> bool:
         return number >= self.first or number in self.returned
@@ -51,7 +51,7 @@ class Remaining:
         return Remaining(self.first + count - num_returned, self.returned[num_returned:])
 
     def with_returned(self, numbers: Collection[int]) -> Remaining:
-        """Return the remaining items, with the items `numbers` returned."""
+        """Return the remaining items after the items `numbers` were given back."""
         return Remaining(self.first, tuple(sorted({*self.returned, *numbers})))
 
 
@@ -60,7 +60,7 @@ class StepRound(Generic[_Item]):
     """One round of a step, for one rank."""
 
     items: list[_Item]
-    """This rank's items. If the rank has none, one item of another rank, so that every rank has a batch."""
+    """This rank's items. A rank without items gets one item of another rank, so that every rank has a batch."""
     num_own: int
     """Number of this rank's own items."""
     parts: tuple[int, ...]
@@ -92,7 +92,7 @@ def split_rounds(
     drop_last: bool = False,
     shares: Sequence[int] | None = None,
 ) -> Iterator[StepRound[_Item]]:
-    """Divide the remaining items of an epoch into the rounds of `rank`.
+    """Yield the rounds of `rank`, given the remaining items of an epoch for all ranks.
 
     `per_rank` is the largest number of items of a rank in a round, `per_step` the number of items in a step (default: a
     step is one round), `num_missing` the number of items that an incomplete first step still needs. `drop_last` drops
@@ -157,7 +157,7 @@ class EpochLeases:
         return any(lease.numbers(_other(lease.members, contributors)) for lease in self._leases)
 
     def keep(self, contributors: Collection[int]) -> None:
-        """Return the leased items of all members except the contributors to :attr:`remaining`."""
+        """Give the leased items of all members except the contributors back to :attr:`remaining`."""
         for lease in self._leases:
             lost = _other(lease.members, contributors)
             if lost:

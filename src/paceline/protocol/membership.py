@@ -182,7 +182,7 @@ class Membership:
             problem = f"belongs to node {taken[rank].node!r}" if rank in taken else "is negative"
             raise UsageError(
                 f"Node {node!r} was rejected: it requests to be {role.value} {rank}, but this rank {problem}. Request "
-                "another rank, or none."
+                "another rank, or omit the rank to get the smallest free rank."
             )
         # Rule 3: no incarnation is ever assigned twice.
         member = Member(node, role, rank, self._next_incarnation, address, process)

@@ -1,8 +1,8 @@
 """Placement of buckets on servers by rendezvous (highest random weight) hashing.
 
 Each bucket ranks all servers by a hash of (bucket, server): the first server is the primary, the next are the replicas.
-So a new server only takes buckets over, and no bucket moves between other servers. If a server leaves, each of its
-buckets moves to the next server in the bucket's ranking, which already has a replica.
+So a new server takes buckets from the other servers, and no bucket moves between two of the other servers. If a server
+leaves, each of its buckets moves to the next server in the bucket's ranking, which already has a replica.
 
 Source: Thaler and Ravishankar 1998 "Using name-based mappings to increase hit rates"; chains as in OSDI'14 "Scaling
 Distributed Machine Learning with the Parameter Server", section 4.3; mixing by splitmix64 (Steele, Lea, Flood 2014).

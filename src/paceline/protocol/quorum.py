@@ -7,14 +7,14 @@ A *step* is one exchange between the ranks of a *quorum*, for example the all-re
 1. A vote succeeds only if all ranks contribute to it, and a rank contributes only when it is prepared. So a commit on
    one rank implies that all ranks were prepared.
 2. If an exchange or a vote fails, the rank reports its number of committed steps to the coordinator and waits. The
-   coordinator waits for the reports of all members of the quorum that live.
+   coordinator waits for the reports of all living members of the quorum.
 3. The step is committed if a member has committed it, or if all surviving members are prepared. Otherwise the members
    repeat the exchange, with the same inputs, in the next quorum. So all members commit a step, or none.
 4. Only the coordinator starts quorums. The numbers of quorums grow, and a rank accepts only a larger number than its
    own.
 5. Newcomers enter between two steps: all members send reports, and the coordinator starts a quorum with the newcomers.
    A member that has the training's state sends the state to the newcomers.
-6. A member that is too slow leaves between two steps. This rank computes alone, and enters again as a newcomer.
+6. A member that is too slow leaves between two steps. It then computes alone, and later enters as a newcomer.
 
 `member` is the incarnation of a process: a number that no other process has. The runtimes are
 :mod:`paceline.meeting.coordinator` and :mod:`paceline.collectives.elastic`.
@@ -61,7 +61,7 @@ class LeaveNotice(Struct, frozen=True, array_like=True, tag=True):
     member: Number
     step: Number
     will_return: bool = False
-    """Whether the process is too slow, and joins again when it has recovered."""
+    """Whether the process leaves because it is too slow. It joins again when it has recovered."""
 
 
 # Instructions of the coordinator. StartQuorum and RetryJoin are also the coordinator's answers to ranks.
@@ -81,7 +81,7 @@ class StartQuorum(Struct, frozen=True, array_like=True, tag=True):
 
 
 class RetryJoin(Struct, frozen=True, array_like=True, tag=True):
-    """A newcomer was in another epoch than the members: it must continue to their epoch, and join again."""
+    """A newcomer is in another epoch than the members. It must continue to their epoch and then join again."""
 
     member: Number
 
@@ -200,7 +200,7 @@ class Coordinator:
             return [RejectMember(member, "it was declared lost, or the training has failed")]
         if member in self._alive:
             assert self._start is not None
-            return [self._start]  # the answer to an earlier request was lost
+            return [self._start]  # a repeated request: the answer to the first one was lost
         if self.quorum and not self._alive:
             return [DismissProcess(member)]
         self._waiting[member] = request.epoch
@@ -212,7 +212,7 @@ class Coordinator:
             return [RejectMember(report.member, "the other ranks continue without it, because it was declared lost")]
         if report.quorum < self.quorum:
             assert self._start is not None
-            return [self._start]  # the answer to an earlier report was lost
+            return [self._start]  # a repeated report: the answer to the first one was lost
         self._reports[report.member] = report
         if self._deadline_s is None:
             self._deadline_s = time_s + self._report_timeout_s
@@ -357,7 +357,7 @@ class QuorumMember:
         self.is_prepared = False
 
     def report(self, epoch: int | None = None) -> QuorumReport:
-        """Return the report after a failure, or, with an `epoch`, between two steps for newcomers."""
+        """Return this rank's report: after a failure, or between two steps (with `epoch`) to let newcomers in."""
         assert epoch is None or not self.is_prepared
         return QuorumReport(self.member, self.quorum, self.step, self.is_prepared, self.has_state, epoch)
 
@@ -367,7 +367,10 @@ class QuorumMember:
         Raises ProtocolError if the quorum is not newer, lacks this rank, or commits a step that is not prepared.
         """
         if start.quorum <= self.quorum or self.member not in start.members:
-            raise ProtocolError(f"member {self.member} of quorum {self.quorum} cannot enter {start}")
+            raise ProtocolError(
+                f"member {self.member} of quorum {self.quorum} received {start}: expected a newer quorum "
+                "with this member"
+            )
         is_committed = self.step < start.step and self.is_prepared
         if self.quorum and self.step + is_committed < start.step:
             raise ProtocolError(f"member {self.member} cannot commit step {start.step}, which it has not prepared")

@@ -1,4 +1,4 @@
-"""Live servers that cannot reach each other, although the scheduler reaches both.
+"""Find live servers that cannot reach each other, although the scheduler reaches both.
 
 Forwarded pushes between such servers are never acknowledged, and workers would wait forever. So each server watches its
 links (:class:`Silence`) and lists unreachable servers in its heartbeats. The scheduler decides with
@@ -24,7 +24,7 @@ from paceline.protocol.chains import ChainGroup
 
 
 class Silence:
-    """One server's links without incoming messages.
+    """Finds the links of one server on which no messages arrive.
 
     A server is unreachable after ``num_polls`` consecutive silent polls. Polls are counted instead of seconds, because
     a pause of this process then counts as only one silent poll.
@@ -60,8 +60,8 @@ class Unreachable:
 class Reachability:
     """The scheduler's record of unreachable pairs of servers, by incarnation.
 
-    One server of a pair is expelled after reports of the pair for ``patience_s``, while both sent heartbeats.
-    Raises UsageError if the patience is not positive.
+    If a pair was reported for ``patience_s``, and both servers sent heartbeats, one of the two is expelled. Raises
+    UsageError if the patience is not positive.
     """
 
     def __init__(self, patience_s: float) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Final
 
 _NUM_STEPS: Final = 5
-"""Number of latest steps whose median counts. So a single long step, such as a checkpoint, has no effect."""
+"""The median is taken over this number of latest steps. So a single long step, such as a checkpoint, has no effect."""
 _NUM_RECOVERED: Final = 3
-"""A rank has recovered after this number of steps in a row within the limit."""
+"""A rank has recovered after this number of consecutive steps within the limit."""
 
 
 class StepTimes:
-    """The latest step times of the ranks of a quorum, without the time in which they wait. Equal on all ranks.
+    """The latest step times of a quorum's ranks, without waiting times. These are equal on all ranks.
 
     A rank is a straggler if the median of its times is more than `factor` times the median of the other ranks' medians.
     At least `min_ranks` other ranks must remain.

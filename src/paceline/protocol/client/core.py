@@ -1,13 +1,13 @@
 """The client's protocol: the requests of a worker or observer, retries, retained pushes and iterations.
 
-A client has one view at a time, and splits each push and pull into one request for each server of the view. A request
-that a server rejects because of an old view waits for the newer view. Then the client resends all unanswered requests
-in order, followed by a *resync* to each server: a message with the worker's clock.
+A client has one view at a time, and splits each push and pull into one request for each server of the view. If a server
+rejects a request because of the client's old view, the request waits for the newer view. Then the client resends all
+unanswered requests in order, followed by a *resync* to each server: a message with the worker's clock.
 
 Servers detect duplicate pushes by number, so a repeated push is harmless, but a later push to a bucket must not
 overtake an earlier push. The parts of one push for the same server are merged into one request, because the server
-would treat a second frame with the same number as a duplicate. A request that pushes and pulls is replaced by a push
-and a pull. These replacements never end an iteration, even if the request did, because the resync sends the clock.
+would treat a second frame with the same number as a duplicate. After a view change, a push and a pull replace a request
+that does both. They do not end the iteration, even if the request did, because the resync sends the clock.
 
 Source: for views, see :mod:`paceline.protocol.replication`. The clocks are those of Ho et al. 2013 "More Effective
 Distributed ML via a Stale Synchronous Parallel Parameter Server".
@@ -71,7 +71,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class RequestJoin:
-    """Call a server to join the iterations at `clock` or later. Pass the answer to :meth:`ClientCore.joined`."""
+    """Call a server to join the iterations at `clock` or later. Pass its answer to :meth:`ClientCore.joined`."""
 
     server: int
     round: int
@@ -92,8 +92,8 @@ def replace(
 ) -> Iterator[Transmit]:
     """Yield the replacements of abandoned requests, and of the pushes that the sessions `before` retain.
 
-    A replacement goes to the sessions of the new view (`after`) that lead its buckets. `follows` means that no view was
-    missed. Retained pushes stay with servers that still lead their buckets.
+    A replacement goes to the sessions of the new view (`after`) that lead its buckets. `follows` is true if this client
+    received the view just before the new view. A retained push is not resent to a server that still leads its buckets.
     """
     pushes: dict[int, _Push] = {}
     pulls: list[Request] = []
@@ -173,8 +173,8 @@ def _leads(session: ServerSession, after: Mapping[int, ServerSession]) -> Bucket
 class ClientCore:
     """One client's state.
 
-    Observers (`is_worker` is False) take no part in iterations. With `is_sequential`, servers apply pushes only when
-    their iteration completes, so an answered push that the client does not retain can be lost with its server.
+    Observers (`is_worker` is False) take no part in iterations. With `is_sequential`, servers apply a push only when
+    its iteration completes. So an answered push can be lost with its server, unless the client retains the push.
     """
 
     def __init__(self, *, is_worker: bool, is_sequential: bool) -> None:
@@ -221,8 +221,7 @@ class ClientCore:
         session.is_connected = True
         requests = list(session.unanswered())
         out: list[Instruction] = [Transmit(request) for request in requests if request.kind is not RequestKind.CALL]
-        # A server that has answered the call to join counts this worker. A resync would make the server stop counting
-        # it.
+        # A server that has answered the call to join counts this worker. A resync would end this.
         if session.sends_clock and server not in (self._joined or ()):
             out.append(self._resync(session))
         # A resync and a call to join both decide whether the server counts this worker, so the call to join comes last.
@@ -231,7 +230,7 @@ class ClientCore:
     def change(self, version: int, groups: tuple[ChainGroup, ...], loss: Exception | None = None) -> list[Instruction]:
         """Apply a newer view; return the instructions, in order. Older views are ignored.
 
-        Requests for lost buckets fail with the error `loss`.
+        A request for a bucket without servers fails with the error `loss`.
         """
         if version <= self.version:
             return []
@@ -300,7 +299,7 @@ class ClientCore:
     def joined(self, server: int, round_: int, clock: int) -> list[Instruction]:
         """Record a server's answer to a call to join. If servers answer different clocks, the highest is used."""
         if self._joined is None or round_ != self._round:
-            return []  # obsolete: after the call, a view change has sent a resync without `takes_part` to every server
+            return []  # obsolete: since the call, a view change has sent every server a resync without `takes_part`
         self._joined[server] = clock
         if self._joined.keys() < self.sessions.keys():
             return []

@@ -51,7 +51,7 @@ class RequestKind(Enum):
     PULL = "pull"
     PUSH_PULL = "push_pull"
     TICK = "tick"
-    """The end of the worker's iteration. At a view change a Resync replaces it."""
+    """The end of the worker's iteration. At a view change, a Resync replaces a tick."""
     CALL = "call"
     """A control message to one server, independent of the view."""
 
@@ -110,7 +110,7 @@ class Request:
         """The requests that replaced this request at a view change; None if it was not replaced."""
         self.parents: list[Request] | None = None
         self.held: Buckets | None = None
-        """For a retained push: the buckets that the server still leads; None means all buckets of the push."""
+        """For a retained push: the buckets of the push that the server still leads; None if it leads all."""
 
     @property
     def held_buckets(self) -> Buckets:
@@ -118,7 +118,7 @@ class Request:
         return self.payload.buckets if self.held is None else self.payload.buckets & self.held
 
     def complete_if_replaced(self, failures: list[Request]) -> None:
-        """Complete this request if all its replacements are done; add an unreported error to `failures`."""
+        """Complete this request if its replacements are done. If it has an unreported error, add it to `failures`."""
         assert self.replacements is not None
         if self.is_done:
             return
@@ -147,7 +147,7 @@ class ServerSession:
         self.in_flight: dict[int, Request] = {}
         """The unanswered requests by number, including blocked requests."""
         self.num_bodies = 0
-        """The number of outstanding answers that may have a body."""
+        """The number of unanswered requests whose answers may have a body."""
         self.is_connected = False
         self.awaits_view = False
         """Whether data requests are blocked."""
@@ -196,7 +196,7 @@ class ServerSession:
         return False
 
     def stabilize(self, number: int, clock: int) -> list[Request]:
-        """Record that the answer to request `number` reports iterations below `clock` as stable.
+        """Record the stable clock in the answer to request `number`: iterations below `clock` are stable.
 
         Return the released pushes. Call this before :meth:`answered`.
         """
@@ -223,7 +223,7 @@ class ServerSession:
         self._finish(request)
 
     def withdraw(self, request: Request) -> None:
-        """Drop a request that could not be sent; its caller received the error."""
+        """Drop a request that could not be sent; the caller receives the error."""
         self._finish(request)
 
     def orphan_answered(self, number: int) -> bool:
@@ -267,7 +267,7 @@ class ServerSession:
                 given_up.append(request)
         self._blocked.clear()
         self.awaits_view = False
-        self.stable_clock = 0  # the former value was for the buckets of the former view
+        self.stable_clock = 0  # the former value applies to the buckets of the former view
         return given_up
 
     def _finish(self, request: Request) -> None:

@@ -16,7 +16,7 @@ from paceline.protocol.jobs.messages import Answer, ReceivedRequest
 from paceline.protocol.jobs.records import ALL_DONE, Job, JobFacts, JobRecord, Lease
 from paceline.protocol.membership import Member, Membership, Role
 
-_TERM_SHIFT: Final = 20  # the low bits of a job number, which count the jobs of one term
+_TERM_SHIFT: Final = 20  # number of low bits of a job number, which count the jobs of one term
 
 
 class JobCore:
@@ -44,9 +44,9 @@ class JobCore:
     def _give(self, job: JobLedger) -> list[Answer]:
         """Give the job to idle workers. If shards have become free, workers that finished the job receive it again.
 
-        No worker gets the job while another worker is at an earlier job. The last pushes of the earlier job may wait
-        until all workers finish an iteration. A worker that has started the new job would not finish this iteration,
-        so the two workers would wait for each other.
+        No worker gets the job while another worker still works on an earlier job. The last pushes of the earlier job
+        may wait until all workers finish an iteration. A worker with the new job would not finish this iteration, so
+        the two workers would wait for each other.
         """
         if not self._idle or any(at != job.number for at in self._busy.values()):
             return []
@@ -149,7 +149,7 @@ class JobCore:
         return self.ledger
 
     def _unless_over(self, number: int) -> JobLedger | None:
-        """Return a job by number; None if a later job was posted, or if the job's poster and scheduler were lost."""
+        """Return a job by number; None if it is over (a later job was posted, or its poster and scheduler died)."""
         is_over = number <= self.last_number and (self.ledger is None or number != self.ledger.number)
         return None if is_over else self._current(number)
 
@@ -185,8 +185,8 @@ class JobCore:
     ) -> None:
         """Restore the latest job from the members' records. `dead` are the members that did not reconnect.
 
-        The latest job may be unknown to the reconnected members, and its number must not be used again. So the numbers
-        of new jobs are above all numbers of earlier terms; `term` is the term of this scheduler.
+        `term` is the term of this scheduler. The reconnected members may not know the latest job, whose number must not
+        be used again. So new jobs get higher numbers than all jobs of earlier terms.
         """
         memories = [known.memory for known in remembered if known.memory is not None]
         facts = JobFacts(max((memory.number for memory in memories), default=0))

@@ -35,7 +35,7 @@ class Leases:
         return answers
 
     def take(self, call: object, rank: int, *, wait: bool, time_s: float) -> None:
-        """Answer a worker's request for a shard; with `wait`, as soon as a shard is free."""
+        """Answer a worker's request for a shard: immediately, or with `wait` as soon as a shard is free."""
         if self._absent and not self._is_closed:
             self._early[rank] = call, wait
             self._worker_arrived(rank, time_s)
@@ -105,7 +105,7 @@ class Leases:
             self._send(rank, Lease(lease=ALL_DONE))
 
     def _worker_arrived(self, rank: int, time_s: float) -> None:
-        """Record that a worker came or left.
+        """Record that an expected worker came or left.
 
         Once every expected worker has come or left, answer the stored requests in the order of the ranks.
         """

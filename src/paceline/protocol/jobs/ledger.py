@@ -49,9 +49,9 @@ class JobLedger:
         self._num_workers = max(num_workers, 1)
         self.leases = self._begin(ranks, spec.files, list(shards_in(spec.done)))
         self.results = Results(number, spec.progress)
-        self._facts = JobFacts(number)  # the facts about the job that the members already have
+        self._facts = JobFacts(number)  # the facts of the job that were sent to members
         self._news = JobFacts(number)
-        self._has_news = True  # the new job is itself news
+        self._has_news = True  # members must receive the job's first record, even without facts
 
     def _begin(
         self,
@@ -166,7 +166,7 @@ class JobLedger:
         self.leases.close()
 
     def fail(self, error: str, message: str) -> None:
-        """End the job with an error. An earlier error of the job is kept, also under a later scheduler."""
+        """End the job with an error. The first error of a job stays, also under a later scheduler."""
         self.failed = self.failed or (error, message)
         self._has_news = True
         self.close()

@@ -25,8 +25,9 @@ class MemberLedger:
     """The record of one worker or poster, updated with each request and each answer.
 
     Reports are stored until the next job, because the scheduler may die with reports that the poster has not received.
-    After a worker has sent reports about a shard, a new scheduler counts this shard and the worker's later shards as
-    finished only when the worker has resent the reports. If the worker dies first, these shards are read again.
+    If a worker has sent reports about a shard, a new scheduler waits until the worker has resent these reports. Only
+    then does this shard, or a later shard of the worker, count as finished. If the worker dies first, these shards are
+    read again.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,8 @@ class MemberLedger:
         self._progress: Counters = {}
         self._reports: dict[int, tuple[messages.Report, Any]] = {}  # by number, with their bodies
         self._reported: set[Key] = set()  # the shards that have a report
-        self._unknown: dict[int, messages.LeaseDone] = {}  # lease → its LeaseDone, until the poster has the report
+        # lease → its LeaseDone, if the poster may lack reports of the shard, or an earlier LeaseDone is stored
+        self._unknown: dict[int, messages.LeaseDone] = {}
         self._num_reports = 0
         self._posted: JobSpec | None = None
         self._seconds = 0.0

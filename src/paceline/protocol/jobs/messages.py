@@ -87,7 +87,7 @@ OCCUPIED: Final = "another training uses this cluster. Wait for its end, or star
 
 
 class ClaimCluster(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Reserve the cluster: only this process may post jobs until it leaves. The answer is False if it is reserved."""
+    """Reserve the cluster: until this process leaves, only it may post jobs. The answer is False if it is reserved."""
 
 
 class GetAccount(JobRequest, frozen=True, kw_only=True, tag=True):
@@ -97,7 +97,7 @@ class GetAccount(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class TakeReports(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Take the next report of a job. Answered by TakenReport, with the report's body, or by None."""
+    """Take the next report of a job. Answered by TakenReport with the report's body, or by None if no report waits."""
 
     job: int
 

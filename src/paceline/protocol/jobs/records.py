@@ -96,7 +96,7 @@ class JobSpec:
     assignment: str
     """An :data:`paceline.protocol.jobs.shards.Assignment`."""
     done: tuple[DoneShards, ...] = ()
-    """The shards whose pushes are in the snapshot that the job continues; `progress` has the counters of these shards.
+    """The shards that were finished in the snapshot from which the job continues; `progress` has their counters.
     """
     progress: Counters = field(default_factory=dict)
 
@@ -138,7 +138,7 @@ class JobRecord:
 
 
 def later(known: Mapping[str, float], counters: Mapping[str, float]) -> Counters:
-    """Return the greater value of each counter, because older messages may arrive later."""
+    """Return the greater value of each counter, because an older message may arrive after a newer message."""
     return {**known, **{name: max(value, known.get(name, value)) for name, value in counters.items()}}
 
 

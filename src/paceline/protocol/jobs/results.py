@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from paceline.protocol.jobs.messages import Report
 from paceline.protocol.jobs.records import Counters, JobRecord, Key, TakenReport, later
 
-_BEFORE = -1  # stands for the snapshot that this job continues, in place of a worker's incarnation
+_BEFORE = -1  # replaces an incarnation: counters from the snapshot of the earlier job
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Results:
             self._current[incarnation] = later(self._current.get(incarnation, {}), counters)
 
     def shard_done(self, incarnation: int, key: Key, counters: Counters) -> bool:
-        """Record a finished shard; return whether members may record it now (else when the poster has the report)."""
+        """Record a finished shard; return False if members must not record it before the poster has a report."""
         self._of_done[incarnation] = later(self._of_done.get(incarnation, {}), counters)
         completed = self._held.pop((incarnation, key), [])
         self._reports.extend(completed)
@@ -101,7 +101,7 @@ class Results:
         return report, stored.body
 
     def report_received(self) -> StoredReport | None:
-        """Record that the poster has the last sent report; return it if shards were added after it was sent."""
+        """Record that the poster has the last sent report; return it if shards were added to it since it was sent."""
         stored, self._taken = self._taken, None
         if stored is None:
             return None

@@ -44,7 +44,7 @@ Instruction: TypeAlias = Granted | Exhausted
 
 @dataclass(slots=True)
 class _Cursor:
-    """The next shard that was never leased, among the shards of one worker number (:class:`Shards`)."""
+    """The position of one worker in the order of the shards: its next shard that was never leased."""
 
     epoch: int
     file: int
@@ -109,10 +109,9 @@ class Shards:
     ) -> Shards:
         """Restore the pool after the death of the scheduler, from the records of the members.
 
-        `files` are the numbers of shards as in the constructor, with the numbers that workers have found since by
-        reading files to the end. `done` are the finished shards as (epoch, file, shard); repetitions are allowed.
-        `held` are the leases of live workers; of two leases for one shard, the later counts. `last_lease` is the
-        highest recorded lease number.
+        `files` are the numbers of shards as in the constructor; numbers that workers have reported since are included.
+        `done` are the finished shards as (epoch, file, shard); repetitions are allowed. `held` are the leases of live
+        workers; of two leases for one shard, the later counts. `last_lease` is the highest recorded lease number.
 
         Other leased shards are free again. New lease numbers are far above all earlier numbers, so that a late message
         never refers to a new lease.
@@ -136,7 +135,7 @@ class Shards:
         return tuple(self._waiting)
 
     def want(self, worker: int) -> list[Instruction]:
-        """Request a shard for a worker. If none is free, Granted or Exhausted follows without another request."""
+        """Request a shard for a worker. If none is free, a later call returns Granted or Exhausted for it."""
         self._orphans.discard(worker)
         answer = self._answer(worker)
         if answer is not None:
@@ -237,7 +236,7 @@ class Shards:
         return bool(self._returned) or any(self._peek(position) is not None for position in range(self._stride))
 
     def _serve(self) -> list[Instruction]:
-        # Rule 3: waiting workers are answered in order, by the first event that allows an answer.
+        # Rule 3: waiting workers are answered in order, at the first event that allows an answer.
         instructions: list[Instruction] = []
         for worker in list(self._waiting):
             answer = self._answer(worker)

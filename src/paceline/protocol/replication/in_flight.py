@@ -289,11 +289,11 @@ class ChainProgress:
         return instructions
 
     def _replace(self, known: list[PendingPush], push: PendingPush) -> list[Instruction]:
-        """Move the buckets of the repeat `push` from the pending parts `known` of older views to the repeat.
+        """Move buckets of a repeated push from its pending parts `known`, which are from older views, to the repeat.
 
-        The repeat is forwarded again and does not wait for these parts. Parts may also wait for other buckets, so
-        servers could wait for each other in a circle. Buckets that this server sends upstream stay in their part,
-        because the order of part and repeat at the primary is unknown.
+        Then the repeat does not wait for these parts. Otherwise servers could wait for each other in a circle, because
+        a part may also wait for other buckets. Buckets that this server sends to the primary stay in their part,
+        because the primary may receive part and repeat in any order.
         """
         taken = push.buckets & ~self._overtaken
         instructions: list[Instruction] = []
@@ -302,7 +302,7 @@ class ChainProgress:
                 continue
             self._pending.give_away(former, taken)
             if former.is_own and not push.is_own and not former.is_sum:
-                # another server now forwards the push and does not know the client, so the client must retry
+                # another server now forwards the push and cannot answer the client, so the client must retry
                 former.end = RefusePush
             elif not former.buckets and not former.is_sum:
                 former.end = Forget
@@ -342,7 +342,7 @@ class ChainProgress:
         return self._forward_again([push for push in self._pending if target in push.waiting])
 
     def _forward_again(self, pushes: Iterable[PendingPush]) -> list[Instruction]:
-        """Forward pushes under new numbers, in order; end the pushes that need no acknowledgement any longer."""
+        """Forward pushes with new numbers, in order; complete the pushes that wait for no successor any longer."""
         instructions: list[Instruction] = []
         for push in in_order(pushes):
             self._pending.forget_forwards(push)
@@ -352,7 +352,7 @@ class ChainProgress:
         return instructions
 
     def change(self, place: Place, *, follows: bool) -> None:
-        """Set the place in a newer view; `follows`: no view was missed in between. Call :meth:`after_change` next."""
+        """Set the place in a newer view. Call :meth:`after_change` next. `follows`: this server has missed no view."""
         before, pending = self._place, 0
         for push in self._pending:
             pending |= push.buckets
@@ -362,7 +362,7 @@ class ChainProgress:
         self._place = place
 
     def after_change(self) -> list[Instruction]:
-        """Return the instructions for all pushes after a view change; those for withheld pushes come first."""
+        """Return the instructions for all pushes after a view change; withheld pushes come first."""
         instructions = self._withheld_after_change()
         # Rule 7: after a view change every server of a chain forwards again the pushes that its successors may lack,
         # because the client and the predecessor that sent them may be dead. The predecessor gets no acknowledgement of

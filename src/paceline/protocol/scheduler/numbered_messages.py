@@ -63,14 +63,14 @@ class MemberEnd:
         return min(self._calls, default=self._number + 1)
 
     def add(self, content: Any, body: Any = (), answer: Any = None) -> SentMessage:
-        """Record and number a message, and store it unless it may be lost, as a heartbeat without progress."""
+        """Record and number a message. Store it, unless its loss is harmless (a heartbeat without progress)."""
         is_numbered = not isinstance(content, Register | Rejoin)  # a Register or Rejoin may arrive twice
         if isinstance(content, Heartbeat):
             is_numbered = bool(content.progress)
             if is_numbered:
                 self.ledger.counted(content.progress)
                 for number in [number for number, kept in self._notices.items() if isinstance(kept.content, Heartbeat)]:
-                    del self._notices[number]  # the new heartbeat's counters include the earlier ones
+                    del self._notices[number]  # the new heartbeat's counters include those of earlier heartbeats
         elif isinstance(content, JobRequest):
             content = self.ledger.sent(content, body)
         self._number += 1
@@ -102,7 +102,7 @@ class MemberEnd:
     def since(self, received: int) -> list[SentMessage]:
         """Return the messages to resend to a scheduler that has all messages up to the number `received`.
 
-        A new scheduler has no messages (-1), and also gets the messages of the job's record.
+        A new scheduler has no messages (-1), and also receives the messages in the record of the job.
         """
         again = self.ledger.again() if received < 0 else ()
         unsent = {**self._calls, **self._notices}

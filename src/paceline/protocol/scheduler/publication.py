@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from paceline.protocol.chains import VERSION_GAP
 from paceline.protocol.scheduler.views import Proposal, View, may_commit
 
-_TERM_BITS: Final = 16  # the bits of a term that differ if two schedulers take over from the same scheduler
+_TERM_BITS: Final = 16  # number of low bits of a term, which contain the scheduler's salt
 
 
 @dataclass(frozen=True, slots=True)

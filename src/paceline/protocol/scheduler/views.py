@@ -9,8 +9,8 @@ can neither commit a view nor take over:
   `replicas` of the voters, if that is fewer), and every server that gains a bucket by the view (:class:`Proposal`).
 * A new scheduler takes over once a majority of the voters of the newest known view (or `replicas` + 1 voters, if that
   is more) has rejoined (:func:`may_take_over`). This group shares a server with every group that can commit a view.
-* If the newest view may be uncommitted, the former scheduler may still continue from the view before. Then the new
-  scheduler needs the same quorum of the earlier view's voters too.
+* If the newest view may be uncommitted, the former scheduler may still continue from the previous view. Then the new
+  scheduler also needs the same quorum of the previous view's voters.
 * Views that are sent to workers list no workers. If only workers have the newest view, the new scheduler also needs
   the same quorum of the newest view that lists workers. Otherwise a removed worker could count as a member.
 * All voters in these quorums have promised not to prepare a view of a lower term.

@@ -24,7 +24,7 @@ class TimingClass(Enum):
     TICK = "tick"
     """A worker's clock; rejected if sent in an older view, and postponed until the server has the workers' clocks."""
     SYNCED = "synced"
-    """A worker's clock, after its resent pushes. Dropped if sent in an older view, because each view gets a new one."""
+    """A worker's clock, after its resent pushes. Dropped if sent in an older view: each view gets a new one."""
     CALL = "call"
     """A worker's message that it joins or retires; independent of the view."""
     CHAIN = "chain"

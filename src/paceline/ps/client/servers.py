@@ -359,8 +359,8 @@ class Servers:
             connection = self._by_server[session.server]
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"server {connection.rank} did not complete and replicate this worker's iterations before "
-                    f"{self.core.clock} within {self.timeout_s:g} s"
+                    f"server {connection.rank} did not complete and replicate this worker's iterations with numbers "
+                    f"below {self.core.clock} within {self.timeout_s:g} s"
                 )
             table = HEADER.unpack(exchange_of(session.retained[0]).frame[0])[4]
             # The server answers a read of the current iteration only when all earlier iterations are stable.

@@ -82,12 +82,12 @@ class SchedulerCalls:
             self.channel.send(*frame_parts(NOTICE, meta=messages.encode(notice)))
 
     def take(self, request: int) -> SentMessage | None:
-        """Remove and return the call of this number, which is answered or abandoned; None without such a call."""
+        """Remove and return the call with this number, which is answered or abandoned; None if no such call exists."""
         with self._lock:
             return self._end.take(request)
 
     def received(self, frame: Frame) -> SentMessage | None:
-        """Apply the confirmation in a scheduler's frame; return the call that the frame answers, if any."""
+        """Drop the notices that a scheduler's frame acknowledges. Return the call that the frame answers, or None."""
         if frame.header.sequence:
             with self._lock:
                 self._end.received(frame.header.sequence)

@@ -107,7 +107,7 @@ class LinkHooks:
 
 
 class SchedulerLink:
-    """Calls to the scheduler from any thread; its notices go to the `hooks` in the link's own thread.
+    """Link to the scheduler. Any thread may call it; its own thread passes the scheduler's notices to the hooks.
 
     After a lost connection the link tries for `reconnect_s` to reach a scheduler at the same address. A member's calls
     are executed once; calls of a process that is not a member may be executed twice. :class:`LinkHooks` describes the

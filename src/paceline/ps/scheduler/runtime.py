@@ -40,7 +40,7 @@ class Tables:
         self._known: dict[str, KnownTable] = {}
 
     def declare(self, spec: TableSpec) -> KnownTable:
-        """Return a table; a new table gets the next number. Raises TableMismatchError, UsageError."""
+        """Return the table named in `spec`; number and add a new table. Raises TableMismatchError, UsageError."""
         known = self._known.get(spec.name)
         if known is None:
             number = 1 + max((table.number for table in self._known.values()), default=0)
