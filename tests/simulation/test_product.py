@@ -17,7 +17,7 @@ from simulator.product import KINDS, ProductCluster
 from simulator.product.truth import Truth
 
 SEEDS = range(34, 40)
-DEFECT_SEEDS = (16, 17, *range(200))  # the seeds that find the defects below come first
+DEFECT_SEEDS = (2, 11, *range(200))  # the seeds that find the defects below come first
 
 
 def test_nothing_promised_is_broken() -> None:

@@ -214,6 +214,8 @@ class Planner:
         self._replicas = replicas
         self._version = 0
         self._chains: list[Chain] = []
+        self._groups: tuple[ChainGroup, ...] | None = None  # of the chains; None while they are not grouped
+        self._is_planned = False  # the chains follow the rules for the living and silent servers
         self._living: frozenset[int] = frozenset()
         self._silent: frozenset[int] = frozenset()
         self._wanted_of: dict[int, int] = {}  # incarnation → rank of the servers in `_wanted`
@@ -241,7 +243,7 @@ class Planner:
         if not chains or version < 1:
             raise UsageError("No chains to restore: make a new planner and start it.")
         self = cls(len(chains), replicas)
-        self._chains = list(chains)
+        self._set_chains(list(chains))
         self._version = version
         self.servers_changed(servers, leaving, silent)
         self._version = version + 1
@@ -259,7 +261,12 @@ class Planner:
 
     @property
     def groups(self) -> tuple[ChainGroup, ...]:
-        return groups_of(self._chains)
+        if self._groups is None:
+            self._groups = groups_of(self._chains)
+        return self._groups
+
+    def _set_chains(self, chains: list[Chain]) -> None:
+        self._chains, self._groups, self._is_planned = chains, None, False
 
     def member_of(self, server: int) -> int:
         return sum(group.buckets for group in self.groups if server in group.members)
@@ -275,7 +282,7 @@ class Planner:
             raise UsageError("No servers to place the buckets on. Start at least one server.")
         self._want(servers)
         self._living = frozenset(servers)
-        self._chains = list(self._wanted)
+        self._set_chains(list(self._wanted))
         self._version = 1
 
     def servers_changed(
@@ -290,14 +297,18 @@ class Planner:
         """
         if not self._version:
             return
-        self._want({server: rank for server, rank in servers.items() if server not in leaving and server not in silent})
-        self._living = frozenset(servers)
-        self._silent = frozenset(silent)
+        present = {server: rank for server, rank in servers.items() if server not in leaving and server not in silent}
+        living, silent = frozenset(servers), frozenset(silent)
+        if self._is_planned and (present, living, silent) == (self._wanted_of, self._living, self._silent):
+            return
+        self._want(present)
+        self._living, self._silent = living, silent
         # A server that lacks the data of a bucket begins with a fill.
         chains = [self._next_chain(bucket, chain) for bucket, chain in enumerate(self._chains)]
         if chains != self._chains:
-            self._chains = chains
+            self._set_chains(chains)
             self._version += 1
+        self._is_planned = True
 
     def restore(self, groups: Iterable[ChainGroup], filled: Iterable[tuple[int, int]] = ()) -> None:
         """Replace the planned chains by these chains.
@@ -305,7 +316,9 @@ class Planner:
         Then apply `filled`: pairs of a server and the buckets that it has received. Call :meth:`servers_changed` next.
         The version does not decrease, because other processes may already have the current version.
         """
-        self._chains = list(chains_of(groups))
+        groups = tuple(groups)
+        if self.groups != groups:
+            self._set_chains(list(chains_of(groups)))
         is_any_new = False
         for server, buckets in filled:
             for bucket in buckets_in(buckets & (1 << len(self._chains)) - 1):
@@ -313,7 +326,9 @@ class Planner:
                 if chain.filling == server:
                     self._chains[bucket] = Chain((*chain.members, server))
                     is_any_new = True
-        self._version += is_any_new
+        if is_any_new:
+            self._set_chains(self._chains)
+            self._version += 1
 
     def _want(self, servers: Mapping[int, int]) -> None:
         if servers == self._wanted_of:

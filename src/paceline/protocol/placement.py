@@ -11,6 +11,7 @@ Distributed Machine Learning with the Parameter Server", section 4.3; mixing by 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 from paceline.errors import UsageError
@@ -25,8 +26,8 @@ def place(num_buckets: int, servers: Sequence[int], replicas: int = 0) -> tuple[
     """Return the servers of buckets 0..num_buckets-1: ``1 + replicas`` each (or all servers, if fewer), primary first.
 
     The result is the same on every machine and for every order of ``servers``. Takes about a microsecond per bucket and
-    server. Raises UsageError if ``servers`` is empty or has duplicates, ``num_buckets`` is below 1, or ``replicas`` is
-    negative.
+    server; recent results are cached. Raises UsageError if ``servers`` is empty or has duplicates, ``num_buckets`` is
+    below 1, or ``replicas`` is negative.
     """
     if not servers:
         raise UsageError("No servers to place the buckets on. Start at least one server.")
@@ -34,7 +35,12 @@ def place(num_buckets: int, servers: Sequence[int], replicas: int = 0) -> tuple[
         raise UsageError(f"Servers {list(servers)} have a duplicate: expected distinct ids.")
     if num_buckets < 1 or replicas < 0:
         raise UsageError(f"place(num_buckets={num_buckets}, replicas={replicas}): expected at least 1 and 0.")
-    seeds = [(_mix(_mix(0) ^ _mix(server + 1)), server) for server in sorted(servers)]
+    return _place(num_buckets, tuple(sorted(servers)), replicas)
+
+
+@lru_cache(maxsize=64)
+def _place(num_buckets: int, servers: tuple[int, ...], replicas: int) -> tuple[tuple[int, ...], ...]:
+    seeds = [(_mix(_mix(0) ^ _mix(server + 1)), server) for server in servers]
     chains = []
     for bucket in range(num_buckets):
         mixed = _mix(bucket)

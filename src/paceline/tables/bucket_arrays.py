@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -50,8 +52,13 @@ def runs_in(size: int, buckets: Buckets) -> Sequence[tuple[int, int]]:
 
 
 def clip_runs(runs: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the parts of `runs` within [start, stop)."""
-    return [(max(a, start), min(b, stop)) for a, b in runs if a < stop and b > start]
+    """Return the parts of `runs` (ascending, without overlaps) within [start, stop)."""
+    first, end = bisect_right(runs, start, key=itemgetter(1)), bisect_left(runs, stop, key=itemgetter(0))
+    found = list(runs[first:end])
+    if found:
+        found[0] = max(found[0][0], start), found[0][1]
+        found[-1] = found[-1][0], min(found[-1][1], stop)
+    return found
 
 
 def range_buckets(size: int, start: int, stop: int) -> Buckets:
