@@ -16,7 +16,7 @@ from simulator.oracle import Violation
 from simulator.product import KINDS, ProductCluster
 from simulator.product.truth import Truth
 
-SEEDS = range(34, 40)
+SEEDS = range(34, 38)
 DEFECT_SEEDS = (2, 11, *range(200))  # the seeds that find the defects below come first
 
 
@@ -25,8 +25,8 @@ def test_nothing_promised_is_broken() -> None:
     assert [f"seed {outcome.seed}: {outcome.violation}" for outcome in outcomes if outcome.violation] == []
     fired = sum((outcome.fired for outcome in outcomes), Counter[str]())
     assert len(fired) > len(KINDS) // 2
-    assert sum(outcome.num_reads for outcome in outcomes) > 75
-    assert sum(outcome.num_compared for outcome in outcomes) > 2_500
+    assert sum(outcome.num_reads for outcome in outcomes) > 50
+    assert sum(outcome.num_compared for outcome in outcomes) > 1_500
 
 
 def test_a_seed_is_the_same_every_time() -> None:

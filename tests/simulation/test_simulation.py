@@ -20,7 +20,7 @@ from paceline.protocol.reachability import Reachability
 from simulator import FOLLOWING, KINDS, ProtocolCluster, RunSettings
 from simulator.__main__ import main
 
-SEEDS = range(60)  # `make torture` runs thousands
+SEEDS = range(30)  # `make torture` runs thousands
 DEFECT_SEEDS = 200
 
 
@@ -33,9 +33,9 @@ def test_public_names() -> None:
 def test_nothing_promised_is_broken() -> None:
     outcomes = [ProtocolCluster(seed).run() for seed in SEEDS]
     assert [f"seed {outcome.seed}: {outcome.violation}" for outcome in outcomes if outcome.violation] == []
-    assert sum(outcome.num_reads for outcome in outcomes) > 1000
+    assert sum(outcome.num_reads for outcome in outcomes) > 500
     fired = sum((outcome.fired for outcome in outcomes), Counter[str]())
-    assert sum(fired[kind] for kind in (*KINDS, *FOLLOWING)) > 300
+    assert sum(fired[kind] for kind in (*KINDS, *FOLLOWING)) > 150
 
 
 def test_storms() -> None:
@@ -44,14 +44,14 @@ def test_storms() -> None:
     Two schedulers published; a server that filled another one missed a removal of workers; a new scheduler waited for
     a dead server while another server drained.
     """
-    for seed in (11383, 11093, 60, *range(12)):
+    for seed in (11383, 11093, 60, *range(4)):
         outcome = ProtocolCluster(seed, num_faults=24).run()
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
 
 
 def test_with_min_replicas_and_enough_servers_all_work_continues() -> None:
     """These seeds found a deadlock: a fill and an iteration waited for each other."""
-    for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501, *range(15)):
+    for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501, *range(5)):
         settings = RunSettings.draw(Random(seed))
         if settings.replicas:
             violation = ProtocolCluster(seed, settings=replace(settings, min_replicas=1)).run().violation
@@ -96,9 +96,14 @@ def test_every_kind_of_fault_fires() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_fault_alone(kind: str) -> None:
-    outcomes = [ProtocolCluster(seed, faults=(kind,)).run() for seed in range(4)]
-    assert [f"seed {outcome.seed}: {outcome.violation}" for outcome in outcomes if outcome.violation] == []
-    assert sum(outcome.fired[kind] for outcome in outcomes) > 0
+    num_fired = 0
+    for seed in range(4):
+        outcome = ProtocolCluster(seed, faults=(kind,)).run()
+        assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
+        num_fired += outcome.fired[kind]
+        if num_fired > 2:
+            return
+    assert num_fired > 0
 
 
 def test_a_cut_cable_stops_progress_unless_one_server_is_expelled(monkeypatch: pytest.MonkeyPatch) -> None:

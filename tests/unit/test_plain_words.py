@@ -8,14 +8,13 @@ code understands it at the first reading; a low count alone does not make it so.
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.pages import PAGES, ROOT
+from tests.syntax_trees import parse
 
 PACKAGES = sorted(path.parent for path in (ROOT / "src/paceline").glob("*/__init__.py"))
 MOST_PHRASES = MOST_NAMES = 4.0
@@ -34,6 +33,7 @@ PHRASES = [
     r"anew|alike|meanwhile|besides|hitherto|thereof|thereby|therein|whole of",
     r"takes? note|sees? to it|it may be that|be it|lest|save for",
 ]
+COMMENT = re.compile(r"(?:^ *|  )#:? (.*)$", re.MULTILINE)
 PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})\b", re.IGNORECASE)
 WORDS = frozenset(
     re.findall(
@@ -56,10 +56,7 @@ def texts(source: str, tree: ast.Module) -> Iterator[str]:
             and len(re.findall(r"[A-Za-z]{2,}", node.value)) > 3
         ):
             yield node.value
-    if "#" in source:
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.string.lstrip("#: ")
+    yield from COMMENT.findall(source)
 
 
 def names(tree: ast.Module) -> Iterator[str]:
@@ -94,7 +91,7 @@ def test_package(package: Path) -> None:
     defined: list[str] = []
     for path in sorted(package.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
+        tree = parse(path)
         prose += texts(source, tree)
         defined += names(tree)
     rate, found = count(iter(prose))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.syntax_trees import parse
 
 import paceline
 from paceline.protocol import Eventual, ServerCore
@@ -94,12 +95,12 @@ class Module:
 @functools.cache
 def modules() -> dict[str, Module]:
     """Return the facts about the modules by name."""
-    return {name: read_module(path.read_text(encoding="utf-8")) for name, path in module_paths().items()}
+    return {name: read_module(path) for name, path in module_paths().items()}
 
 
-def read_module(text: str) -> Module:
+def read_module(path: Path) -> Module:
     """Return the facts about a module."""
-    tree = ast.parse(text)
+    tree = parse(path)
     imports: set[str] = set()
     classes: list[str] = []
     settings: set[str] = set()
@@ -116,7 +117,7 @@ def read_module(text: str) -> Module:
             case ast.AnnAssign(target=ast.Name(id=name)) if name in SETTINGS:
                 settings.add(name)
     parameters = {name: num_parameters(function) for name, function in functions(tree, "")}
-    return Module(text.count("\n"), frozenset(imports), tuple(classes), parameters, frozenset(settings))
+    return Module(path.read_bytes().count(b"\n"), frozenset(imports), tuple(classes), parameters, frozenset(settings))
 
 
 def functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -206,7 +207,7 @@ def is_core(node: ast.expr) -> bool:
 )
 def test_runtimes_read_little_of_a_core(role: str, core: object) -> None:
     """A runtime calls methods of its core and reads a few values, but no parts of the core."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((SOURCE / "ps" / role).glob("*.py"))]
+    trees = [parse(path) for path in sorted((SOURCE / "ps" / role).glob("*.py"))]
     names = {name for tree in trees for name in names_read_of(tree)}
     values = {name for name in names if hasattr(core, name) and not callable(getattr(core, name))}
     assert len(values) <= MAX_VALUES_READ, values
@@ -233,9 +234,6 @@ def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def test_tests_go_through_public_names() -> None:
-    found = {
-        str(path.relative_to(TESTS)): list(private_accesses(ast.parse(path.read_text(encoding="utf-8"))))
-        for path in sorted(TESTS.rglob("*.py"))
-    }
+    found = {str(path.relative_to(TESTS)): list(private_accesses(parse(path))) for path in sorted(TESTS.rglob("*.py"))}
     count = sum(map(len, found.values()))
     assert count <= MAX_PRIVATE_ACCESSES, {name: accesses for name, accesses in found.items() if accesses}

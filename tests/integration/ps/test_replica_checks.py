@@ -52,7 +52,7 @@ def test_replicas_are_equal_to_the_bit_while_pushes_are_under_way(consistency: C
             for _ in range(3):
                 assert cluster.compare_replicas() >= 2 * 512
 
-        in_threads(*(lambda client=client: work(client, rule, 40) for client in clients), compare)
+        in_threads(*(lambda client=client: work(client, rule, 20) for client in clients), compare)
         assert cluster.compare_replicas() >= 2 * 512
         statistics = clients[0].statistics()
         assert sum(server_statistics.num_compared for server_statistics in statistics) >= 4 * 2 * 512
@@ -68,7 +68,7 @@ def test_no_differences_are_reported_while_servers_join_and_leave(consistency: C
         done = threading.Event()
 
         def push(client: Client) -> None:
-            while not done.wait(0.01):
+            while not done.wait(0.1):
                 work(client, Adam(lr=0.1), 2)
             client.retire()
 

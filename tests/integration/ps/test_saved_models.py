@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,56 +215,59 @@ FAILURES: list[tuple[BaseException, type[BaseException], str]] = [
 ]
 
 
+def fails_at(step: int, calls: Iterator[int], function: Any, failure: BaseException) -> Any:
+    """Return an `os.write` or `os.replace` that fails at one of their common calls."""
+
+    def attempt(target: Any, data: Any) -> Any:
+        is_write = function.__name__ == "write"
+        if is_write and bytes(data).startswith(b"process"):  # the lock
+            return function(target, data)
+        if next(calls) == step:
+            if is_write:
+                function(target, data[: len(data) // 2])
+            raise failure
+        return function(target, data)
+
+    return attempt
+
+
 @pytest.mark.parametrize(("failure", "kind", "message"), FAILURES, ids=["no space", "read-only", "Ctrl-C"])
-@pytest.mark.parametrize("step", range(5))
 @pytest.mark.parametrize("exists", [True, False], ids=["over a model", "new"])
 def test_a_failing_save_leaves_the_old_model_complete(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    step: int,
     exists: bool,
     failure: BaseException,
     kind: type[BaseException],
     message: str,
 ) -> None:
-    folder = tmp_path / "a" / "model"
     monkeypatch.setattr(parts, "PART_BYTES", 2500)
+    write, replace = os.write, os.replace
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
-        one_table(client, 1)
-        if exists:
-            client.save(folder)
-            before = {path: path.read_bytes() for path in folder.iterdir()}
-        one_table(client, 2)
-        calls = [0]
-        write, replace = os.write, os.replace
-
-        def fail(failing: Any) -> Any:
-            def attempt(target: Any, data: Any) -> Any:
-                if failing is write and bytes(data).startswith(b"process"):  # the lock
-                    return failing(target, data)
-                calls[0] += 1
-                if calls[0] == step + 1:
-                    if failing is write:
-                        write(target, data[: len(data) // 2])
-                    raise failure
-                return failing(target, data)
-
-            return attempt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "write", fail(write))
-            patch.setattr(os, "replace", fail(replace))
-            with pytest.raises(kind, match=message):
+        for step in range(5):
+            root = tmp_path / str(step)
+            root.mkdir()
+            folder = root / "a" / "model"
+            one_table(client, 1)
+            if exists:
                 client.save(folder)
-        assert calls[0] == step + 1
-        if exists:
-            assert {path: path.read_bytes() for path in folder.iterdir()} == before
-            assert loaded(folder) == {1.0}
-        else:
-            assert not list(tmp_path.iterdir())
-        client.save(folder)
-        assert loaded(folder) == {2.0}
+                before = {path: path.read_bytes() for path in folder.iterdir()}
+            one_table(client, 2)
+            with monkeypatch.context() as patch:
+                calls = itertools.count()
+                patch.setattr(os, "write", fails_at(step, calls, write, failure))
+                patch.setattr(os, "replace", fails_at(step, calls, replace, failure))
+                with pytest.raises(kind, match=message):
+                    client.save(folder)
+            assert next(calls) == step + 1
+            if exists:
+                assert {path: path.read_bytes() for path in folder.iterdir()} == before
+                assert loaded(folder) == {1.0}
+            else:
+                assert not list(root.iterdir())
+            client.save(folder)
+            assert loaded(folder) == {2.0}
 
 
 @pytest.fixture

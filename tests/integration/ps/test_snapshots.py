@@ -171,7 +171,7 @@ def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: p
                 late.push(keys_of(10**6 + iteration), np.full(1, -1, np.float32))
                 dense.push(np.full(SIZE, -1, np.float32), tick=True)
                 sparse.pull(KEYS[:10])
-                time.sleep(0.01)  # or the servers, which are threads of this process, would take long to write
+                time.sleep(0.05)  # or the servers, which are threads of this process, would take long to write
                 iteration += 1
                 if not going[0]:  # the gate makes every worker end with the same iteration
                     client.retire()

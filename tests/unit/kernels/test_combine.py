@@ -18,7 +18,7 @@ from paceline.kernels.combine import BITWISE_AND, DTYPES, MAX, MIN, PRODUCT, SUM
 
 Array = npt.NDArray[Any]
 
-COUNTS = (0, 1, 7, 64, 1000, 3001)
+COUNTS = (0, 1, 7, 64, 3001)
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 HALVES = ("float16", "bfloat16")
 CASES = [(dtype, op) for dtype in DTYPES for op in range(7) if dtype not in FLOATS or op < BITWISE_AND]
@@ -33,7 +33,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-def as_bfloat16(values: list[float]) -> Array:
+def as_bfloat16(values: npt.ArrayLike) -> Array:
     return (np.array(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -64,7 +64,7 @@ def make_sources(dtype: str, num_sources: int, count: int, seed: str = "") -> li
             places = generator.integers(0, 3, count)
             random_bits = np.frombuffer(generator.bytes(count * kind.itemsize), kind)
             normal = generator.standard_normal(count) * 10
-            ordinary = as_bfloat16(normal.tolist()) if dtype == "bfloat16" else normal.astype(np.int8).astype(kind)
+            ordinary = as_bfloat16(normal) if dtype == "bfloat16" else normal.astype(np.int8).astype(kind)
             source[places == 1] = random_bits[places == 1]
             source[places == 2] = (normal.astype(kind) if kind.kind == "f" else ordinary)[places == 2]
         sources.append(source)
@@ -106,9 +106,10 @@ def assert_same(dtype: str, found: Array, expected: Array) -> None:
 
 @pytest.mark.parametrize(("dtype", "op"), CASES)
 def test_function_and_twin_agree(dtype: str, op: int) -> None:
-    for num_sources, count, scale in itertools.product((1, 2, 3, 4, 5, 8), COUNTS, (1.0, 1 / 3)):
+    for num_sources, count in itertools.product((1, 2, 3, 4, 5, 8), COUNTS):
         sources = make_sources(dtype, num_sources, count)
-        assert_same(dtype, combined(dtype, op, sources, scale), reference(dtype, op, sources, scale))
+        for scale in (1.0, 1 / 3):
+            assert_same(dtype, combined(dtype, op, sources, scale), reference(dtype, op, sources, scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -159,13 +160,14 @@ def test_bool_sum_is_or_and_product_is_and() -> None:
     assert combined("bool", PRODUCT, [a, b]).tolist() == [False, False, False, True]
 
 
-@pytest.fixture(params=["float16", "float16 without F16C", "bfloat16"])
-def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+@pytest.fixture(scope="module", params=["float16", "float16 without F16C", "bfloat16"])
+def half(request: pytest.FixtureRequest) -> tuple[str, int]:
     """A 16-bit dtype and its function, float16 with either conversion."""
     dtype, *without = request.param.split(maxsplit=1)
-    if without:
-        monkeypatch.setattr(combine, "_converts_float16", lambda: False)
-    return dtype, combine._compiled.__wrapped__(dtype)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if without:
+            monkeypatch.setattr(combine, "_converts_float16", lambda: False)
+        return dtype, combine._compiled.__wrapped__(dtype)
 
 
 def test_every_half_survives_conversion(half: tuple[str, int]) -> None:

@@ -48,7 +48,7 @@ def test_kernel_and_twin_agree(case: ArrayCase) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        replace(case, num_rows=case.num_rows // 5, num_keys=case.num_keys // 5)  # the twin's rows are Python's
+        replace(case, num_rows=case.num_rows // 10, num_keys=case.num_keys // 10)  # the twin's rows are Python's
         for case in SPARSE_CASES
         if case.num_rows <= 5000
     ],

@@ -60,7 +60,7 @@ def test_no_factors_without_a_benefit() -> None:
     assert found.model.factor_min_count == MOST_COUNTED  # type: ignore[attr-defined]
     assert (found.rule, found.passes) == (RULE, 3)
     assert "factors do not help here: log loss on held-out examples is 0." in str(found.note)
-    given = search(SparseFactorizationMachine(factor_min_count=1), make_linear(400, seed=1))
+    given = search(SparseFactorizationMachine(factor_min_count=1), make_linear(150, seed=1))
     assert (given.model.factor_min_count, given.note) == (1, None)  # type: ignore[attr-defined]
 
 
