@@ -1,9 +1,10 @@
 """Define the interfaces and the registry of filters: frozen dataclasses that change messages.
 
-Each filter is a file of this package or of a user (:mod:`paceline.filters.modules`). Defining its class registers it in
-:data:`FILTERS`. A message between a worker and a server has keys (uint64 [n]), values (float32 [n, dim]), or both: a
-push has both, a pull has keys, and the reply to a pull has values. A :class:`~paceline.filters.chain.FilterChain`
-applies filters in the order of their stages, each through its own interface:
+Each filter has its own file, in this package or in a user's module (:mod:`paceline.filters.modules`). The definition of
+its class registers the filter in :data:`FILTERS`. A message between a worker and a server has keys (uint64 [n]), values
+(float32 [n, dim]), or both: a push has both, a pull has keys, and the reply to a pull has values. A
+:class:`~paceline.filters.chain.FilterChain` applies filters in the order of their stages, each through its own
+interface:
 
 1. :class:`RowFilter` selects, on the worker, the rows of a push to send.
 
@@ -13,9 +14,9 @@ applies filters in the order of their stages, each through its own interface:
 
 4. :class:`ByteFilter` compresses the remaining bytes.
 
-The server decodes a message before it processes, replicates or deduplicates the message. When a message is sent again,
-after a lost connection or to another server, the sender uses the decoded form, so that all copies are equal despite
-random rounding.
+The server decodes a message before it processes, replicates or deduplicates the message. After a lost connection, or to
+another server, the sender sends a message again in its decoded form, so that all copies are equal despite random
+rounding.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from paceline.tables.types import Floats, Keys
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Preserves: TypeAlias = Literal["exact", "unbiased", "bounded", "nothing"]
-"""The property of values that a filter preserves. ``exact``: every bit. ``unbiased``: the expectation over the filter's
-randomness. ``bounded``: each value, up to a maximum error that the class documents.
+"""The property of values that a filter preserves. ``exact``: every bit. ``unbiased``: the mean over many random
+encodings. ``bounded``: each value, up to a maximum error that the class documents.
 """
 
 FILTERS: Final[dict[str, type[Filter]]] = {}
@@ -42,10 +43,10 @@ FILTERS: Final[dict[str, type[Filter]]] = {}
 
 
 class Filter(ABC):
-    """A change of messages. Abstract: a filter is a subclass of one of the four kinds in this module."""
+    """A filter changes messages. Abstract: a filter is a subclass of one of the four kinds in this module."""
 
     name: ClassVar[str]
-    """The name in ``--filters`` and between processes, such as ``top-k``."""
+    """The name in ``--filters`` and in messages, such as ``top-k``."""
     version: ClassVar[int] = 1
     """Increment this number when the wire format changes, because both ends need the same version."""
     preserves: ClassVar[Preserves]
@@ -63,32 +64,32 @@ class Filter(ABC):
         return ":".join([self.name, *(f"{getattr(self, field.name):g}" for field in fields)])
 
     def describe(self) -> dict[str, Any]:
-        """Return name, version and settings, for JSON and msgpack."""
+        """Return name, version and settings as values for JSON and msgpack."""
         settings: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
         return {"name": self.name, "version": self.version, **settings}
 
 
 class RowFilter(Filter, is_abstract=True):
-    """Selects the rows of a push to send. The server does not take part.
+    """Selects, on the worker, the rows of a push to send. The server has no code for this filter.
 
     With :attr:`keeps_residual` the worker keeps unsent rows and adds them to the next push of the same rows (error
-    feedback). Such a filter only delays changes, as long as the rows are pushed again.
+    feedback). Such a filter only delays a row's changes, if the row is pushed again later.
     """
 
     stage: ClassVar[int] = 1
     keeps_residual: ClassVar[bool]
     needs_l1: ClassVar[bool] = False
-    """Whether the filter needs tables whose update rule has an L1 penalty, and implements :meth:`choose_zeros`."""
+    """Whether the filter implements :meth:`choose_zeros`, which needs an L1 penalty in the table's update rule."""
 
     @abstractmethod
     def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
         """Return the rows to send in iteration `clock`; `rows` (float32 [n, dim]) include kept residuals."""
 
     def choose_zeros(self, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
-        """Return the rows to send, for rows that were 0 in the last pull and have not been sent since.
+        """Return which of these rows to send. They were 0 in the last pull and have not been sent since then.
 
-        The chain calls this method instead of :meth:`choose` for rows with weights 0; `l1` is the penalty in the
-        table's rule.
+        For rows of zeros, the chain calls this method instead of :meth:`choose`. `l1` is the penalty in the table's
+        rule.
         """
         return np.ones(len(rows), np.bool_)
 
@@ -110,7 +111,7 @@ class ShareFilter(RowFilter, is_abstract=True):
 
 
 class KeyFilter(Filter, is_abstract=True):
-    """Encodes keys in fewer bytes. Users cannot add key filters, because chains have code for each key filter."""
+    """Encodes keys in fewer bytes. Users cannot add key filters, because :mod:`.chain` has code for each one."""
 
     stage: ClassVar[int] = 2
     preserves: ClassVar[Preserves] = "exact"
@@ -128,7 +129,7 @@ class ValueFilter(Filter, is_abstract=True):
 
     @property
     def for_pulls(self) -> ValueFilter:
-        """Return the default filter of pulls. This filter is stateless, because pulls have no error feedback."""
+        """Return the filter for pulls if the user gives none. It is stateless, because pulls have no error feedback."""
         return self
 
     @abstractmethod
@@ -139,7 +140,8 @@ class ValueFilter(Filter, is_abstract=True):
     def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
         """Write values (float32 [count]) to `out` (uint8). Randomness depends only on `seed` (64 bits).
 
-        Without a seed, values are rounded to nearest: the sender keeps the error, which must be smaller than the value.
+        If `seed` is None, values are rounded to nearest. The sender then adds the error to later values, so the error
+        must be smaller than the value.
         """
 
     @abstractmethod
@@ -161,8 +163,8 @@ class ByteFilter(Filter, is_abstract=True):
     def unpack(self, data: Bytes, num_bytes: int) -> Bytes:
         """Return the `num_bytes` decompressed bytes.
 
-        Raises ValueError for input that :meth:`pack` did not return. The input is untrusted, so the result may not take
-        more memory than `num_bytes`.
+        Raises ValueError for input that :meth:`pack` did not return. The input is untrusted, so the method must not
+        allocate more than `num_bytes` for its result.
         """
 
 
@@ -206,7 +208,7 @@ def from_description(fields: dict[str, Any]) -> Filter:
 def parse_filter(text: str) -> Filter:
     """Create the filter for a text such as ``quantize:8``: its name, then its settings in order.
 
-    MODULE:CLASS can replace the name, for a class in an imported module.
+    For a filter in an imported module, the name can be MODULE:CLASS.
     """
     name, *arguments = text.strip().split(":")
     kind = FILTERS.get(name)
@@ -239,7 +241,7 @@ def parse_filter(text: str) -> Filter:
 
 
 def class_path(text: str) -> tuple[str, str] | None:
-    """Return module and class if a filter's text begins with a module and a class (``my_module:MyFilter``)."""
+    """Return the module and the class if a filter's text begins with both (``my_module:MyFilter``)."""
     found = re.match(r"\s*([^\W\d][\w.]*):([^\W\d]\w*)\s*(:|$)", text)
     is_builtin = found is not None and found[1] in FILTERS and FILTERS[found[1]].__module__.startswith("paceline.")
     return None if found is None or is_builtin else (found[1], found[2])

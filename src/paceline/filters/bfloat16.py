@@ -18,7 +18,7 @@ _HALF, _ONE, _SHIFT = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16(ValueFilter):
-    """Two bytes per value, rounded to 8 bits with the range of float32: relative error at most 2^-8."""
+    """Two bytes per value: the range of float32, with 8 significant bits. The relative error is at most 2^-8."""
 
     name: ClassVar[str] = "bfloat16"
     preserves: ClassVar[Preserves] = "bounded"
@@ -32,9 +32,9 @@ class BFloat16(ValueFilter):
         bits = values.view(np.uint32)
         magnitude = bits & ~_SIGN
         rounded = magnitude + (_HALF + ((bits >> _SHIFT) & _ONE)) >> _SHIFT  # round half to even
-        rounded = np.minimum(rounded, _LARGEST)  # a large finite value does not become infinite
+        rounded = np.minimum(rounded, _LARGEST)  # a large finite value stays finite
         rounded = np.where(magnitude == _INFINITY, _INFINITY >> _SHIFT, rounded)
-        rounded = np.where(magnitude > _INFINITY, _NAN, rounded)  # the upper half of a NaN may be an infinity
+        rounded = np.where(magnitude > _INFINITY, _NAN, rounded)  # a NaN's upper half may be an infinity
         out.view(np.uint16)[:] = rounded | ((bits & _SIGN) >> _SHIFT)
 
     @override

@@ -1,4 +1,4 @@
-"""Call filters with checks, so that a filter's mistake becomes an error with the filter's name."""
+"""Call filters and check their results, so that a mistake in a filter raises an error with the filter's name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_values(chosen: ValueFilter | None, values: Floats, seed: int | None, o
     try:
         chosen.encode(_shown(chosen, values), seed, out)
     except Exception as error:
-        raise _failed(chosen, f"encode of {len(values)} values to {len(out)} bytes", error) from error
+        raise _failed(chosen, f"encode() of {len(values)} values to {len(out)} bytes", error) from error
 
 
 def read_values(chosen: ValueFilter | None, data: Bytes, out: Floats) -> None:
@@ -45,25 +45,25 @@ def read_values(chosen: ValueFilter | None, data: Bytes, out: Floats) -> None:
     try:
         chosen.decode(_shown(chosen, data), out)
     except Exception as error:
-        raise _failed(chosen, f"decode of {len(data)} bytes to {len(out)} values", error) from error
+        raise _failed(chosen, f"decode() of {len(data)} bytes to {len(out)} values", error) from error
 
 
 def packed_by(chosen: ByteFilter, data: Bytes) -> Bytes:
     try:
         packed = chosen.pack(_shown(chosen, data))
     except Exception as error:
-        raise _failed(chosen, f"pack of {len(data)} bytes", error) from error
+        raise _failed(chosen, f"pack() of {len(data)} bytes", error) from error
     return _checked_bytes(chosen, "pack", packed)
 
 
 def unpacked_by(chosen: ByteFilter, data: Bytes, num_bytes: int) -> Bytes:
-    """Return unpacked bytes. Raises ValueError for invalid input, UsageError for a failing filter."""
+    """Return unpacked bytes. Raises ValueError for invalid input, and UsageError if the filter fails."""
     try:
         unpacked = chosen.unpack(_shown(chosen, data), num_bytes)
     except ValueError:
         raise
     except Exception as error:
-        raise _failed(chosen, f"unpack of {len(data)} bytes", error) from error
+        raise _failed(chosen, f"unpack() of {len(data)} bytes", error) from error
     return _checked_bytes(chosen, "unpack", unpacked)
 
 
@@ -71,16 +71,16 @@ def rows_chosen_by(chosen_by: RowFilter, keys: Keys, rows: Floats, clock: int, s
     try:
         chosen = chosen_by.choose(_shown(chosen_by, keys), _shown(chosen_by, rows), clock, seed)
     except Exception as error:
-        raise _failed(chosen_by, f"choose of {len(keys)} rows", error) from error
+        raise _failed(chosen_by, f"choose() of {len(keys)} rows", error) from error
     return _checked_choice(chosen_by, "choose", chosen, len(keys))
 
 
 def zeros_chosen_by(chosen_by: RowFilter, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
-    """Return the rows to send, for rows with weights 0: bool [n]."""
+    """Return which of these rows, whose weights are 0, to send: bool [n]."""
     try:
         chosen = chosen_by.choose_zeros(_shown(chosen_by, rows), l1)
     except Exception as error:
-        raise _failed(chosen_by, f"choose_zeros of {len(rows)} rows", error) from error
+        raise _failed(chosen_by, f"choose_zeros() of {len(rows)} rows", error) from error
     return _checked_choice(chosen_by, "choose_zeros", chosen, len(rows))
 
 
@@ -129,4 +129,4 @@ def _kind_of(found: object) -> str:
 def _failed(chosen: Filter, method: str, error: Exception) -> Exception:
     if isinstance(error, (PacelineError, MemoryError)):
         return error
-    return UsageError(f"filter {chosen.name!r} failed at {method}: {type(error).__name__}: {error}")
+    return UsageError(f"filter {chosen.name!r} failed in {method}: {type(error).__name__}: {error}")

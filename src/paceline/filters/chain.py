@@ -1,4 +1,4 @@
-"""Define chains of filters: their valid order, and the format of filtered messages.
+"""Define chains of filters: the valid order of filters, and the format of filtered messages.
 
 A body begins with 16 bytes: the number of keys, the number of values and the size of the keys in bytes (uint32 each),
 the form of the keys (a code such as :data:`STORED`), whether the remainder is compressed, and zeros. The remainder is
@@ -37,20 +37,20 @@ HEAD_BYTES: Final = _HEAD.size
 STORED: Final = 1
 """The receiver must store the keys under their digest."""
 KNOWN: Final = 2
-"""A digest replaces the keys."""
+"""The message has a digest instead of the keys."""
 DELTAS: Final = 4
-"""The keys are differences."""
+"""The message has the differences of sorted keys."""
 RANGE: Final = 8
-"""The two bounds of a range replace the keys."""
+"""The message has the two bounds of a range instead of the keys."""
 NUMBERS: Final = 16
-"""Numbers replace the known keys. The count of known keys comes first."""
+"""The message has numbers instead of the known keys, after the count of known keys."""
 _FORMS: Final = (0, STORED, KNOWN, DELTAS, STORED | DELTAS, NUMBERS, STORED | NUMBERS, RANGE)
 
 _Kind = TypeVar("_Kind", bound=Filter)
 
 
 class KeyMemory:
-    """Lists and numbers of keys for one table, at one end of a connection."""
+    """The lists of keys and the keys' numbers of one table, at one end of a connection."""
 
     def __init__(self, caching: KeyCaching | None, numbering: KeyNumbers | None, *, sends: bool) -> None:
         self.lists = None if caching is None else KeyLists(caching.megabytes << 20)
@@ -69,7 +69,7 @@ class KeyMemory:
 
 
 class UnknownKeysError(Exception):
-    """A message refers to keys that the receiver does not have, so the sender must resend the message with the keys."""
+    """The receiver lacks keys that a message refers to, so the sender must send the message again with the keys."""
 
 
 class Decoded(NamedTuple):
@@ -138,8 +138,8 @@ class FilterChain:
     ) -> Bytes:
         """Return the body for keys (or the bounds of a range) and values (float32 [n * dim], empty for a pull).
 
-        `memory` mirrors the keys known to the receiver. Row filters apply earlier, before a push is split. With a value
-        filter, the values that the receiver will decode are written to `read`, if given.
+        `memory` mirrors the keys known to the receiver. Row filters apply earlier, before a push is split. If there is
+        a value filter and `read` is given, `read` gets the values as the receiver will decode them.
         """
         form, written = (RANGE, keys.view(np.uint8)) if is_range else self._write_keys(keys, memory)
         key_bytes = len(written)
@@ -172,11 +172,11 @@ class FilterChain:
     def decode(self, body: Bytes, memory: KeyMemory | None, max_bytes: int) -> Decoded:
         """Return the content of a body.
 
-        Raises UnknownKeysError, and ProtocolError if it was not written by these filters or decodes to more than
+        Raises UnknownKeysError. Raises ProtocolError if other filters wrote the body, or if its content exceeds
         `max_bytes`.
         """
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
-        least = 0 if form == KNOWN else num_keys  # otherwise each key takes at least one byte
+        least = 0 if form == KNOWN else num_keys  # a digest; otherwise each key takes at least one byte
         most = 10 * num_keys + DIGEST_BYTES
         if form not in _FORMS or 8 * num_keys + 4 * num_values > max_bytes or not least <= key_bytes <= most:
             raise _malformed(
@@ -251,7 +251,7 @@ class FilterChain:
         if is_packed and self.bytes is not None:
             try:
                 data = unpacked_by(self.bytes, data, num_bytes)
-            except UsageError:  # the filter has failed, so the message may be valid
+            except UsageError:  # the filter itself failed, so the message is not necessarily malformed
                 raise
             except ValueError as error:
                 raise _malformed(str(error)) from None

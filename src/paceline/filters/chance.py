@@ -1,4 +1,4 @@
-"""Draw random numbers from a seed, so that the same message has the same content in every run and on every host."""
+"""Draw random numbers from a seed, so that a message has the same content in every run and on every host."""
 
 from __future__ import annotations
 

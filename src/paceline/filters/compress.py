@@ -17,7 +17,7 @@ _PIECE_BYTES = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Compress(ByteFilter):
-    """Compresses the bytes of the other filters with zlib (RFC 1950). `level`: 1 (fast) to 9.
+    """Compresses the other filters' output with zlib (RFC 1950). `level`: 1 (fast) to 9.
 
     If the result is longer, the original bytes are sent. Compression is useful after :class:`Quantize`, where many
     values are zero, and after :class:`DeltaKeys`. Hashed keys and float32 values are hardly compressible.
@@ -32,7 +32,7 @@ class Compress(ByteFilter):
 
     @override
     def pack(self, data: Bytes) -> Bytes:
-        given: Any = data  # the buffer protocol is in the type of arrays only from Python 3.12 on
+        given: Any = data  # Any, because mypy accepts arrays as buffers only from Python 3.12 on
         return np.frombuffer(zlib.compress(given, self.level), np.uint8)
 
     @override

@@ -16,9 +16,10 @@ _LARGEST = np.float32(65504)
 
 @dataclasses.dataclass(frozen=True)
 class Float16(ValueFilter):
-    """Two bytes per value, rounded to 11 bits: relative error at most 2^-11, or 2^-25 absolute for values below 2^-14.
+    """Two bytes per value, with 11 significant bits.
 
-    Finite values beyond ±65504 become ±65504; infinities and NaN do not change.
+    The relative error is at most 2^-11. Below 2^-14, the error is at most 2^-25. Finite values beyond ±65504 become
+    ±65504. Infinities and NaN do not change.
     """
 
     name: ClassVar[str] = "float16"

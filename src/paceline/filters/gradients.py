@@ -1,14 +1,14 @@
-"""Average the gradients of all ranks with filters. This module has one rank's computation, without the network.
+"""Average the gradients of all ranks with filters. This module computes on one rank and does not use the network.
 
 A :class:`GradientMean` handles one bucket: float32 [n], with the same n on every rank. :meth:`GradientMean.average` is
-a coroutine that yields the bytes to send and receives the other ranks' bytes, so tests need no network.
+a coroutine: it yields the bytes to send, and its caller sends it the bytes of all ranks.
 
-- With a :class:`~paceline.filters.base.ValueFilter`, values move as in an all-reduce. Each rank sends its part i to
-  rank i, which sends the mean back to all ranks. Both messages are rounded. Each rank keeps its rounding error and adds
+- With a :class:`~paceline.filters.base.ValueFilter`, each rank sends its part i to rank i. Rank i sends the mean of
+part i to all ranks. Both messages are rounded. Each rank keeps its rounding error and adds
   it to the next gradient (Tang et al., "1-bit Adam", ICML 2021, section 4).
 - :class:`~paceline.filters.TopK` sends each rank's largest values and their positions to all ranks.
-- :class:`~paceline.filters.RandomK` chooses the same positions on all ranks. The chosen values move as in an
-  all-reduce. Each position belongs to a fixed rank, so this rank can keep the rounding error of the mean.
+- :class:`~paceline.filters.RandomK` chooses the same positions on all ranks. These values are averaged in parts, as
+above. A fixed rank averages each position and keeps the rounding error of the mean.
 
 Each rank also keeps its unsent values. Every rank decodes the same bytes, so the replicas stay bit-identical.
 """
@@ -77,7 +77,7 @@ def gradient_filters(filters: Sequence[Filter] | str) -> FilterChain:
 
 
 class GradientMean:
-    """Averages one bucket over the ranks, step by step, and keeps the residual."""
+    """Averages one bucket over the ranks in each step, and keeps the unsent residual for the next step."""
 
     def __init__(self, chain: FilterChain, rank: int, size: int, residual: Floats, *, number: int = 0) -> None:
         self._choice = chain.rows[0] if chain.rows else None
@@ -90,12 +90,12 @@ class GradientMean:
         """Rank i averages positions [bounds[i], bounds[i + 1])."""
         own = slice(self._bounds[rank], self._bounds[rank + 1])
         self.mean_residual = np.zeros(0 if isinstance(self._choice, TopK) else own.stop - own.start, np.float32)
-        """The unsent residual of the mean in this rank's part."""
+        """The rounding error of the mean in the part that this rank averages."""
         self._count = 0
         self._keys = np.arange(len(residual) if self._choice is not None else 0, dtype=np.uint64)
 
     def average(self, grads: Floats) -> Averaging:
-        """Return the mean of all ranks' `grads` (float32 [n]) plus residuals, without the unsent part."""
+        """Return the mean over the ranks of `grads` (float32 [n]) plus residual, as far as the ranks sent it."""
         if self._size == 1:
             return grads
         self._count += 1
@@ -112,7 +112,7 @@ class GradientMean:
             read = yield from self._add_up(chosen, part, out)
         else:
             if not np.isfinite(values).all():
-                part[:1] = np.nan  # all ranks must detect non-finite values, also those that are not chosen
+                part[:1] = np.nan  # all ranks must detect a non-finite value, even at a position that is not chosen
             bounds = np.searchsorted(chosen, self._bounds)
             start = self._bounds[self._rank]
             own = chosen[bounds[self._rank] : bounds[self._rank + 1]] - start
@@ -130,7 +130,7 @@ class GradientMean:
             self.mean_residual[:] = 0
 
     def _choose(self, choice: RowFilter, values: Floats) -> Positions:
-        """Return the positions to send: at least one, so that a rank can always report values that are not finite."""
+        """Return the positions to send. There is at least one, so that a rank can always report a non-finite value."""
         seed = seed_of(self._number, self._count)
         chosen = rows_chosen_by(choice, self._keys, values.reshape(-1, 1), self._count, seed)
         return np.flatnonzero(chosen) if chosen.any() else np.arange(min(1, len(values)))
@@ -138,7 +138,7 @@ class GradientMean:
     def _average_all(
         self, values: Floats, bounds: Positions, own: Positions | slice
     ) -> Generator[RankExchange, Bytes, tuple[Floats, Floats]]:
-        """Return the mean of all ranks' values, and this rank's values as the other ranks decode them.
+        """Return the mean of all ranks' values, and this rank's values after encoding and decoding.
 
         Rank i averages ``values[bounds[i] : bounds[i + 1]]``; `own` selects this rank's part of :attr:`mean_residual`.
         """
@@ -166,9 +166,9 @@ class GradientMean:
         return found, read
 
     def _add_up(self, chosen: Positions, values: Floats, out: Floats) -> Generator[RankExchange, Bytes, Floats]:
-        """Exchange the chosen values. At each position that a rank chose, `out` gets their sum divided by the ranks.
+        """Exchange the chosen values. At each chosen position, `out` gets the sum divided by the number of ranks.
 
-        Return this rank's values as the other ranks decode them (rounded).
+        Return this rank's values after encoding and decoding.
         """
         count = len(chosen)
         width = self._num_bytes(count)
@@ -190,7 +190,7 @@ class GradientMean:
     def _write(self, values: Floats, row: Bytes, read: Floats) -> None:
         """Encode `values` at the start of `row`, and decode them into `read`.
 
-        Values are rounded to the nearest, not at random, because the next values contain the error of this encoding.
+        Values are rounded to nearest, not at random, because the error of this encoding is added to the next values.
         """
         row = row[: num_bytes_of(self._values, len(values))]
         write_values(self._values, values, None, row)

@@ -1,4 +1,4 @@
-"""Hold back rows whose weights would stay 0 (Li et al., OSDI 2014, section 5.1: Karush-Kuhn-Tucker filter)."""
+"""Do not send rows whose weights would stay 0 (Li et al., OSDI 2014, section 5.1: Karush-Kuhn-Tucker filter)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paceline.tables.types import Floats, Keys
 class KKT(RowFilter):
     """Sends a row with weights 0 only if a gradient plus its kept residual exceeds (1 - margin) l1.
 
-    The table's update rule, such as :class:`~paceline.FTRL`, must have an L1 penalty, l1: a weight stays 0 as long as
-    the sum of its gradients is below l1. Weights are 0 if the worker's last pull of the row returned zeros and the
-    worker has not sent the row since. All other rows are always sent. If `margin` is at least 1 - 1 / workers, the sum
-    of a row's residuals on all workers stays below l1.
+    The table's update rule must have an L1 penalty, as :class:`~paceline.FTRL` has: a weight stays 0 as long as the sum
+    of its gradients is below the penalty l1. The filter regards a row's weights as 0 if the worker's last pull of the
+    row returned zeros and the worker has not sent the row since then. All other rows are always sent. If `margin` is at
+    least 1 - 1 / workers, the sum of a row's residuals on all workers stays below l1.
     """
 
     margin: float = 0.1

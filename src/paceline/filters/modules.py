@@ -1,7 +1,7 @@
 """Import filters from users' modules.
 
-The start of a process determines the modules that it imports (``--filter-module``, `filter_modules`). A peer cannot
-cause an import, because messages contain only names of filters, which the receiver looks up in its registry.
+A process imports only modules that were named at its start (``--filter-module``, `filter_modules`). Another process
+cannot cause an import: messages contain only names of filters, which the receiver looks up in its registry.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from paceline.filters.base import FILTERS, Filter, class_path
 
 
 def import_filter_modules(names: Sequence[str], path: Sequence[str] = ()) -> None:
-    """Import modules from the usual places, the current folder and `path`.
+    """Import modules from Python's search path, the current folder and `path`.
 
-    Raises UsageError for a module that is missing, fails or has no filter.
+    Raises UsageError if a module is missing, has no filter or raises an error.
     """
     if isinstance(names, str):
         raise UsageError(f"filter_modules={names!r}: expected a list of module names")
@@ -49,7 +49,7 @@ def _import(name: str) -> None:
 
 
 def modules_of(filters: Sequence[Filter]) -> list[str]:
-    """Return the user modules that define these filters, which other processes must import."""
+    """Return the users' modules that define these filters. Other processes must import these modules."""
     modules = (type(chosen).__module__ for chosen in filters)
     return list(dict.fromkeys(module for module in modules if not module.startswith("paceline.")))
 

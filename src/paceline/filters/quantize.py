@@ -17,19 +17,19 @@ from paceline.kernels.filters import BLOCK, dequantize, quantize, quantize_neare
 from paceline.tables.types import Floats
 
 _HALVES = {8: np.float32(127), 4: np.float32(7), 2: np.float32(1), 1: np.float32(0.5)}
-_LEAST_PULLED_BITS = 4  # models trained with pulls of 1 or 2 bits were worse than the base rate
+_LEAST_PULLED_BITS = 4  # with 1 or 2 bits in pulls, models were worse than the base rate
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantize(ValueFilter):
-    """8, 4, 2 or 1 bits per value, plus 4 bytes per 256 values for their scale, the largest magnitude.
+    """8, 4, 2 or 1 bits per value, plus 4 bytes per block of 256 values for the scale: the largest magnitude.
 
-    Values are rounded up or down at random, so that the mean is exact. The error is smaller than a step, which is the
-    scale divided by 127, 7 or 1, or twice the scale with one bit. Zero stays zero, except with one bit, which encodes
-    the sign. A block with an infinity or NaN becomes NaN.
+    Values are rounded up or down at random to a multiple of a step, so that their expectation does not change. The step
+    is the scale divided by 127 (8 bits), 7 (4 bits) or 1 (2 bits), so zero stays zero. One bit encodes the sign, with a
+    step of twice the scale. All values of a block with an infinity or NaN become NaN.
 
-    With 1 and 2 bits a worker rounds pushed values to nearest and adds the error to the next push of the same row
-    (error feedback), because random rounding alone would be too noisy. Then the worker stores an error for every row.
+    With 1 or 2 bits, random rounding would be too noisy. So a worker rounds pushed values to nearest and adds the error
+    to the next push of the same row (error feedback). The worker then stores an error for every row.
     """
 
     bits: int = 8

@@ -16,7 +16,7 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(ShareFilter):
-    """Sends each row of a push with probability `share`; the worker keeps and adds up unsent rows."""
+    """Sends each row of a push with probability `share`. The worker adds unsent rows to later pushes."""
 
     name: ClassVar[str] = "random-k"
     preserves: ClassVar[Preserves] = "nothing"

@@ -16,7 +16,7 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class RandomSkip(ShareFilter):
-    """Sends each row of a push with probability `share`, divided by `share` to keep the mean. Stateless."""
+    """Sends each row of a push with probability `share`. Divides sent rows by `share` to keep the mean. Stateless."""
 
     name: ClassVar[str] = "random-skip"
     preserves: ClassVar[Preserves] = "unbiased"

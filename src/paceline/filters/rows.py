@@ -1,4 +1,4 @@
-"""Keep unsent parts of a worker's pushes to a table, by row (error feedback)."""
+"""Keep the unsent parts of a worker's pushes to a table, to send them later (error feedback)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.tables.sparse_store import SparseStore
 from paceline.tables.types import Floats, Keys
 
 _MAX_RANGES: Final = 1024
-"""Number of ranges of a dense table whose errors are kept; programs push the same ranges repeatedly."""
+"""Errors are kept for at most this number of ranges of a dense table. Programs push the same ranges repeatedly."""
 
 
 class HeldRows:
-    """Rows of `dim` values to add to later pushes of the same rows; initially zero."""
+    """Rows of `dim` values, initially zero, to add to later pushes of the same rows."""
 
     def __init__(self, dim: int) -> None:
         self._dim = dim
@@ -30,11 +30,11 @@ class HeldRows:
         return rows
 
     def add(self, keys: Keys, change: Floats) -> None:
-        self._store.push(keys, -change.reshape(-1))  # negative, because the store's rule is w ← w − x
+        self._store.push(keys, -change.reshape(-1))  # negative, because the store subtracts pushes
 
 
 class ZeroRows:
-    """Rows that were 0 in their last pull and have not been sent since."""
+    """Records the rows that were 0 in the last pull and have not been sent since then."""
 
     def __init__(self) -> None:
         self._marks = HeldRows(1)
@@ -44,7 +44,7 @@ class ZeroRows:
         return are_zero
 
     def note_pulled(self, keys: Keys, rows: Floats) -> None:
-        """Record the pulled values (float32 [n, dim]) for distinct rows."""
+        """Record for distinct rows whether their pulled values (float32 [n, dim]) are all 0."""
         change = np.logical_not(rows.any(axis=1)).astype(np.float32) - self._marks.read(keys)[:, 0]
         changed = change != 0
         self._marks.add(keys[changed], change[changed])
@@ -86,7 +86,7 @@ class RowSelection:
         return keys[chosen], rows.reshape(-1)
 
     def _choose(self, keys: Keys, rows: Floats, clock: int, seed: int, l1: float) -> npt.NDArray[np.bool_]:
-        """Return the rows to send. They include all non-finite rows, which servers reject or count."""
+        """Return the rows to send. They include all rows with non-finite values, which servers reject or count."""
         chosen = rows_chosen_by(self._filter, keys, rows, clock, seed)
         if self._zeros is not None:
             are_zero = self._zeros.read(keys)
@@ -104,7 +104,7 @@ class RowSelection:
 
 
 class RowErrors:
-    """Rounding errors of a value filter in rows pushed to a sparse table, to add to the next pushes of these rows."""
+    """A value filter's rounding errors in rows pushed to a sparse table, to add to the next pushes of these rows."""
 
     def __init__(self, dim: int) -> None:
         self._rows = HeldRows(dim)
@@ -118,7 +118,7 @@ class RowErrors:
 
 
 class ElementErrors:
-    """Rounding errors in pushes to a server's part of a dense table, by element and by range.
+    """A value filter's rounding errors in one server's part of a dense table, of single elements and of ranges.
 
     A range is identified by its bounds (uint64 [2]), even if the server has only a part of the range. Ranges with other
     bounds have separate errors.
@@ -146,7 +146,7 @@ class ElementErrors:
             self._elements[keys] = forget_non_finite(after)
 
     def forget_ranges(self) -> None:
-        """Drop the errors that are kept by range, because the server may now have another part of each range."""
+        """Drop the errors of ranges, because the server may now have another part of each range."""
         self._ranges.clear()
 
 
@@ -159,5 +159,5 @@ def forget_non_finite(errors: Floats) -> Floats:
 
 
 def quiet() -> np.errstate:
-    """Return a context that silences NumPy's warnings; servers, or a loss scale, report non-finite values."""
+    """Return a context without NumPy's warnings. Servers, or the user of a loss scale, detect non-finite values."""
     return np.errstate(over="ignore", invalid="ignore")

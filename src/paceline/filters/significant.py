@@ -1,4 +1,4 @@
-"""Send rows with enough change (Li et al., NIPS 2014, section 4)."""
+"""Send rows with large values (Li et al., NIPS 2014, section 4)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class Significant(RowFilter):
-    """Sends a row of a push only if a value plus its kept residual exceeds `threshold` / (t + 1).
+    """Sends a row of a push in iteration t only if a value plus its residual exceeds `threshold` / (t + 1).
 
-    t is the iteration. The threshold decreases, so training converges to the same limit as without the filter.
+    This limit decreases, so training converges to the same limit as without the filter.
     """
 
     threshold: float

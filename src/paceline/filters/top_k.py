@@ -16,7 +16,7 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class TopK(ShareFilter):
-    """Sends the `share` of each push's rows with the largest norms; the worker keeps and adds up unsent rows."""
+    """Sends the `share` of each push's rows with the largest norms. The worker adds unsent rows to later pushes."""
 
     name: ClassVar[str] = "top-k"
     preserves: ClassVar[Preserves] = "nothing"

@@ -15,15 +15,15 @@ from paceline.filters.base import ByteFilter, Bytes
 from paceline.tables.settings import check_whole
 
 _of_thread = threading.local()
-"""Each thread's decompressor, and compressors by level; creating one takes longer than compressing a message."""
+"""Each thread's decompressor, and its compressor for each level. They are kept, because creating them is slow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Zstd(ByteFilter):
-    """Compresses the bytes of the other filters with Zstandard. `level`: 1 (fast) to 19.
+    """Compresses the other filters' output with Zstandard. `level`: 1 (fast) to 19.
 
-    If the result is longer, the original bytes are sent. Smaller and faster than :class:`Compress`. Both ends need the
-    package zstandard.
+    If the result is longer, the original bytes are sent. The result is smaller than that of :class:`Compress`, and the
+    filter is faster. Both ends need the package zstandard.
     """
 
     level: int = 3

@@ -1,4 +1,4 @@
-"""The interface of models: settings, tables of parameters, and the arithmetic of one minibatch.
+"""The interface of models: settings, tables of parameters, and the computations on one minibatch.
 
 Each model is a module of this package; :mod:`paceline.models.registry` finds models by name. Workers, training and
 prediction use only this interface. A model does not depend on the source of parameters or the destination of gradients.
@@ -53,7 +53,7 @@ class ModelTable(NamedTuple):
 
 
 class KeyScratch:
-    """Reusable memory for preparing minibatches; one worker in one training owns it."""
+    """Memory for preparing minibatches, reused during one training of one worker."""
 
     def __init__(self) -> None:
         self._slots = np.empty(scratch_size(1 << 14), np.int32)
@@ -95,7 +95,7 @@ def summed_weight(num_examples: int, weights: Floats | None) -> float:
 
 
 def sum_examples(rows: KeyedMatrix, labels: Floats, weights: Floats | None, predictions: Floats | None) -> ExampleSums:
-    """Sum over the examples of a minibatch; arguments float32 [n], `weights` None if all are 1."""
+    """Return the sums over a minibatch. All arrays are float32 [n]; `weights` is None if all weights are 1."""
     sums = [
         None if array is None else float(array.sum(dtype=np.float64) if weights is None else array @ weights)
         for array in (labels, predictions)
@@ -104,36 +104,36 @@ def sum_examples(rows: KeyedMatrix, labels: Floats, weights: Floats | None, pred
 
 
 class Minibatch(ABC):
-    """A minibatch ready for arithmetic. `weights` are the rows of each table, float32 [len(keys), dim]."""
+    """A minibatch prepared for computation. `weights` are the rows of each table, float32 [len(keys), dim]."""
 
     __slots__ = ()
 
     num_examples: int
     labels: Floats
-    """The model's form of the labels, for comparison with predictions."""
+    """The labels as the model uses them, comparable with its predictions."""
     summed_weight: float
     """The summed weight of the examples; without weights, the number of examples."""
 
     @property
     @abstractmethod
     def keys(self) -> tuple[Keys, ...]:
-        """The distinct keys of the required rows, by table."""
+        """For each table, the distinct keys of the required rows."""
 
     @property
     def gradient_keys(self) -> tuple[Keys, ...]:
-        """The keys of the last :meth:`gradients`, by table; a subset of :attr:`keys`."""
+        """For each table, the keys of the last :meth:`gradients`: a subset of :attr:`keys`."""
         return self.keys
 
     @abstractmethod
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
-        """Return the gradients by table and the loss, both summed over the minibatch.
+        """Return the gradients of each table and the loss, both summed over the minibatch.
 
         The gradients belong to :attr:`gradient_keys`: float32 [n, dim], or [n] if dim is 1.
         """
 
     @abstractmethod
     def sums(self) -> ExampleSums:
-        """Return the minibatch's summed weights, labels and predictions of the last call to :meth:`gradients`."""
+        """Return the sums of weights, labels and predictions, with the predictions of the last :meth:`gradients`."""
 
     @abstractmethod
     def predict(self, weights: Sequence[Floats]) -> Floats:
@@ -141,7 +141,7 @@ class Minibatch(ABC):
 
 
 class KeyedMinibatch(Minibatch):
-    """A minibatch as a matrix of distinct keys, for a model with one table. Abstract: subclasses add the arithmetic."""
+    """A minibatch as a matrix of distinct keys, for a model with one table. Abstract: subclasses compute gradients."""
 
     __slots__ = ("_rows", "_weights", "labels", "num_examples", "summed_weight")
 
@@ -158,13 +158,13 @@ class KeyedMinibatch(Minibatch):
         return (self._rows.keys,)
 
     def _linear_margins(self, first: Floats) -> Floats:
-        """Return Σ w[key]·value without the bias: float32 [n]; `first` are the weights of the first table."""
+        """Return Σ w[key]·value without the bias: float32 [n]. `first` has the weights of the first table."""
         rows, margins = self._rows, np.empty(self.num_examples, np.float32)
         csr_dot(rows.indptr, rows.indices, rows.values, first, margins)
         return margins
 
     def _linear_gradient(self, residuals: Floats, of_bias: np.float64) -> Floats:
-        """Return the gradient by the weights of the first table, given the derivatives by margin (float32 [n])."""
+        """Return the first table's gradient, given the loss's derivatives with respect to the margins (float32 [n])."""
         rows, gradient = self._rows, np.empty(len(self._rows.keys), np.float32)
         csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
         gradient[-1] = of_bias
@@ -242,7 +242,7 @@ class CountedMinibatch(Minibatch):
 
 
 class Optimism(NamedTuple):
-    """The extra bias of predictions on new examples compared with training examples: log-odds and standard error."""
+    """How much more predictions are biased on new examples than on training examples: log-odds and standard error."""
 
     shift: float = 0.0
     error: float = 0.0
@@ -268,14 +268,14 @@ class SparseModel(ABC):
     found: ClassVar[tuple[str, ...]] = ()
     """The names of the settings that :meth:`starting_from` sets."""
     usual: ClassVar[Mapping[str, Any]] = {}
-    """Default values for settings that may be None; trials may find better values."""
+    """Default values of settings that may be None. Trials may find better values."""
     least_batch_size: ClassVar[int] = 8
     """The smallest suitable batch size."""
 
     interactions: Interactions | None = None
     """Crosses of columns whose combined values are additional features."""
     min_count: int = 1
-    """The number of occurrences after which a feature is trained."""
+    """A feature is trained after this number of occurrences."""
     count_cells: int = 1 << 24
     """Number of cells of the sketch that counts features, if features are counted."""
 
@@ -294,16 +294,16 @@ class SparseModel(ABC):
 
     @property
     def read_labels_as(self) -> str:
-        """The interpretation of labels when data is opened (:mod:`paceline.data.labels`)."""
+        """How an opened data set converts labels (:mod:`paceline.data.labels`)."""
         return self.labels
 
     def with_defaults(self, found: Mapping[str, Any] | None = None) -> Self:
-        """Return the model with a value for each optional setting that is None, from `found` or from the defaults."""
+        """Return the model with `found` values, or else default values, for the settings that are None."""
         known = {**self.usual, **(found or {})}
         return dataclasses.replace(self, **{name: known[name] for name in known if getattr(self, name) is None})
 
     def value_of(self, setting: str) -> Any:
-        """Return a setting's value; the default replaces None."""
+        """Return a setting's value, or its default if the value is None."""
         value = getattr(self, setting)
         return self.usual[setting] if value is None else value
 
@@ -331,7 +331,7 @@ class SparseModel(ABC):
     def training_minibatch(
         self, batch: Batch, rows: KeyedMatrix, scratch: KeyScratch, *, is_first_pass: bool
     ) -> Minibatch:
-        """Return the minibatch of :meth:`prepare_training` from a batch with interactions and its distinct keys."""
+        """Return the minibatch for :meth:`prepare_training`, given a batch with interactions and its distinct keys."""
         minibatch = self._to_minibatch(batch, rows)
         if self.min_count == 1:
             return minibatch
@@ -382,10 +382,10 @@ class SparseModel(ABC):
         *,
         is_complete: bool = False,
     ) -> SparseModel:
-        """Return the model with a corrected mean prediction, given its predictions for training examples.
+        """Return the model with a corrected mean prediction, given predictions for training examples.
 
-        The examples are in the order of the data, with optional `weights`. If they include all the data
-        (`is_complete`), their bias is corrected in full; otherwise only the significant part of the bias is corrected.
+        The examples are in the order of the data, with optional `weights`. If they are all the data (`is_complete`),
+        the whole bias is corrected; otherwise only its significant part.
         """
         return self
 
@@ -393,7 +393,7 @@ class SparseModel(ABC):
         settings: dict[str, Any] = dataclasses.asdict(self.with_defaults())
         for name in ("interactions", "min_count", "count_cells"):
             if settings[name] == SparseModel.__dataclass_fields__[name].default:
-                del settings[name]  # older versions do not know this setting
+                del settings[name]  # older versions reject this setting
         return {"kind": self.name, **settings}
 
 

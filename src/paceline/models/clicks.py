@@ -37,7 +37,7 @@ class ClickMinibatch(KeyedMinibatch):
 
     @abstractmethod
     def margins(self, weights: Sequence[Floats]) -> Floats:
-        """Return each example's log-odds of a click, float32 [n]; `weights` as in :meth:`gradients`."""
+        """Return each example's log-odds of a click, float32 [n]. :meth:`gradients` describes `weights`."""
 
     @override
     def sums(self) -> ExampleSums:
@@ -49,7 +49,7 @@ class ClickMinibatch(KeyedMinibatch):
         return self.probabilities
 
     def _forward(self, weights: Sequence[Floats], residuals: Floats) -> float:
-        """Return the summed loss; write P(click) and the derivative of the loss by margin (float32 [n])."""
+        """Return the summed loss; write P(click) and the loss's derivatives by the margins (float32 [n])."""
         return click_loss(self.margins(weights), self.labels, self._weights, self.probabilities, residuals)
 
 
@@ -59,12 +59,12 @@ class ClickProbabilityModel(SparseModel):
 
     loss_name: ClassVar[str] = "log loss"
     evaluation: ClassVar[type[ClickEvaluation]] = ClickEvaluation
-    diverged_loss: ClassVar[float] = 20.0  # nats; a constant prediction of 0.5 has 0.69
+    diverged_loss: ClassVar[float] = 20.0  # nats; the loss of the constant prediction 0.5 is 0.69
     found: ClassVar[tuple[str, ...]] = ("offset",)
 
     offset: float = 0.0
     positive: float | str | None = None
-    """The label of clicks; None: all labels above 0. It may be a word before :func:`for_classes`."""
+    """The label of clicks; None: all labels above 0. :func:`for_classes` replaces a word by a number."""
 
     @property
     @override
@@ -132,8 +132,8 @@ def for_classes(model: SparseModel, classes: Sequence[str]) -> SparseModel:
 def _expected(optimism: Optimism) -> Optimism:
     """Return the expected bias after a trial: the trial's result, or a small share of an insignificant result.
 
-    An insignificant result is weak evidence, and models are rarely biased. Therefore the trial's shift and the usual
-    deviation are weighted by their precision.
+    An insignificant result is weak evidence, and models are rarely biased. Therefore the result is averaged with a bias
+    of 0, both weighted by their precision.
     """
     shift, error = optimism
     if abs(shift) > _CHANCE * error:
@@ -145,7 +145,7 @@ def _expected(optimism: Optimism) -> Optimism:
 def click_loss(
     margins: Floats, labels: Floats, weights: Floats | None, probabilities: Floats, residuals: Floats
 ) -> float:
-    """Return the log loss summed over a minibatch; write P(click) and the derivative of the loss by margin.
+    """Return the log loss summed over a minibatch; write P(click) and the loss's derivatives by the margins.
 
     All arrays are float32 [n]; `weights` is None if each example counts once.
     """

@@ -1,10 +1,10 @@
 """Field-aware factorization machine: a feature has one vector for each column of a partner feature.
 
 margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k, column of l], v[l, column of k]⟩·x_k·x_l (Juan, Zhuang, Chin, Lin,
-"Field-aware factorization machines for CTR prediction", RecSys 2016, without its division by the length of a row). The
-sum is over all pairs of a row's features. This includes pairs within a field that has several features, such as a
-namespace or a list. Frequent features have vectors, with the same updates as in :mod:`paceline.models.fm`. A feature's
-vectors form one row of columns times `dim` numbers.
+"Field-aware factorization machines for CTR prediction", RecSys 2016, but without the paper's division by the length of
+a row). The sum is over all pairs of a row's features. This includes pairs within a field that has several features,
+such as a namespace or a list. Only frequent features have vectors, which are updated as in :mod:`paceline.models.fm`. A
+feature's vectors form one row of columns times `dim` numbers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k], v[l]⟩·x_k·x_l. The vectors have a separate table and update rule. A
 feature has a vector only if it is frequent enough and its weight is not 0, because vectors of rare features would take
-memory and overfit (Li et al., DiFacto, WSDM 2016, section 3). A third table counts occurrences up to the required
-number.
+memory and overfit (Li et al., DiFacto, WSDM 2016, section 3). A third table counts each feature's occurrences up to
+this frequency.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class FactorizationMinibatch(ClickMinibatch):
         add_interactions(rows.indptr, rows.indices, rows.values, self._factors, self._sums, margins)
 
     def _pair_gradients(self, residuals: Floats, out: Floats) -> None:
-        """Write the gradients for the factors of the last margins, given the derivatives by margin."""
+        """Write the factors' gradients, given the loss's derivatives with respect to the last margins."""
         rows = self._rows
         interaction_gradients(rows.indptr, rows.indices, rows.values, self._factors, self._sums, residuals, out)
 

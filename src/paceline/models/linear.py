@@ -49,7 +49,7 @@ class LinearModel(SparseModel):
 
     @abstractmethod
     def losses(self, margins: Doubles, labels: Floats) -> tuple[Doubles, Doubles]:
-        """Return each example's reported loss, and the derivative of the minimized loss by margin.
+        """Return each example's reported loss, and the minimized loss's derivative with respect to the margin.
 
         The minimized loss is a multiple of the reported loss. Raises DataError for an invalid label.
         """
@@ -88,7 +88,7 @@ class LinearMinibatch(KeyedMinibatch):
 
 
 def mean_and_deviation(labels: Floats, weights: Floats | None) -> tuple[float, float]:
-    """Return the weighted mean and standard deviation of labels; both are 0 without labels."""
+    """Return the weighted mean and standard deviation of labels; both are 0 if there are no labels."""
     counts = np.ones(len(labels)) if weights is None else weights.astype(np.float64)
     total = float(counts.sum())
     if not total:

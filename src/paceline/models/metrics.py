@@ -1,4 +1,4 @@
-"""Metrics of predictions. AUC, log loss, calibration and accuracy of click probabilities are exact, in little memory.
+"""Compute AUC, log loss, calibration and accuracy of click probabilities exactly and in little memory.
 
 All functions take labels 0 or 1 (of any dtype, including bool) and scores or probabilities of the same length, both
 [n]. Sums are computed in float64 over pieces of 64 Ki examples. Other shapes, other labels and NaN raise
@@ -38,7 +38,7 @@ class Evaluation(ABC):
         return tuple(field.name for field in fields if field.name != "examples" and field.metadata.get("metric", True))
 
     def as_json(self) -> dict[str, float | None]:
-        """Return the metrics by name; a value that is not finite, such as the AUC of one class, becomes None."""
+        """Return the metrics by name. Values that are not finite (the AUC if all labels are equal) become None."""
         found = {name: float(getattr(self, name)) for name in self.names()}
         return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
@@ -89,12 +89,12 @@ _HARDLY_BETTER = 1 - 5e-4
 
 
 def base_log_loss(counts: Sequence[int]) -> float:
-    """Return the log loss of predicting each class's share: the entropy of the labels, in nats."""
+    """Return the log loss if each class's share is its predicted probability: the entropy of the labels, in nats."""
     return -math.fsum(count / sum(counts) * math.log(count / sum(counts)) for count in counts if count > 0)
 
 
 def find_useless(log_loss: float, counts: Sequence[int]) -> str | None:
-    """Return a warning if a log loss is no better than predicting the classes' shares, given their `counts`."""
+    """Return a warning if predicting each class's share, given the classes' `counts`, has no greater log loss."""
     base = base_log_loss(counts)
     if base == 0 or log_loss < base * _HARDLY_BETTER:
         return None
@@ -134,7 +134,7 @@ def _auc(y: Array, scores: Array) -> float:
     if not len(positive) or not len(negative):
         return math.nan
     pairs = len(positive) * len(negative)
-    # Sorting both keeps the searches of a piece local in memory.
+    # Both arrays are sorted, so that the searches of a piece read neighbouring memory.
     positive.sort()
     negative.sort()
     twice = 0
@@ -148,7 +148,7 @@ def _auc(y: Array, scores: Array) -> float:
 def _log_loss(y: Array, p: Array) -> float:
     def losses(y: Array, p: Array) -> Array:
         p = np.clip(p.astype(np.float64), _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
-        # log1p(-p) would be more exact, but differs from other libraries at the clipped end.
+        # log1p(-p) would be more exact, but for probabilities clipped near 1 other libraries return this value.
         return -np.log(np.where(y, p, 1 - p))
 
     return _mean(losses, y, p)

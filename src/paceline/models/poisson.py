@@ -41,7 +41,7 @@ class PoissonEvaluation(Evaluation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoissonRegression(LinearModel):
-    """Predicts the mean of a count, or another nonnegative number, from a weight per feature, with a logarithmic link.
+    """Predicts the mean of a nonnegative number, such as a count, from a weight per feature. The link is logarithmic.
 
     `mean` is the mean label of a sample, predicted at margin 0. `scale` divides the gradients, so that large counts do
     not have larger gradients. It is the sample's standard deviation, but at least 1.

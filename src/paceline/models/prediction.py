@@ -39,7 +39,7 @@ class _Scratch(threading.local):
 
 
 class Predictor:
-    """A loaded model, saved or from the newest snapshot. Thread-safe. Raises ModelError without a click model."""
+    """A saved model, or the model in the newest snapshot. Thread-safe. Raises ModelError if there is none."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         stored = read_stored_model(directory)
@@ -58,21 +58,18 @@ class Predictor:
         columns = described.get("columns")
         self.columns = None if columns is None else Columns.from_fields(columns)
         self.scaling = read_key_scaling(described)
-        """The scaling of values before use."""
+        """The scaling of values before the model uses them."""
         self.stores = [stored.load_store(table.name, values_only=True) for table in self.model.parameter_tables]
         """The model's tables; the first has a row per feature and one for the bias."""
         self.has_known_features = False
-        """Whether the model contains any feature of the predicted data."""
+        """Whether the predicted data had any feature of the model."""
         self._directory = directory
         self._scratch = _Scratch()
 
     def open_data(
         self, paths: Sequence[str | Path], format: str | None = None, *, strict: bool = False, header: str = "auto"
     ) -> Dataset:
-        """Open data for prediction, with the format and the columns of the model's training data.
-
-        csv and parquet are interchangeable. Raises DataError for other data.
-        """
+        """Open data for prediction, with the training data's columns. Raises DataError if it has other features."""
         for path in paths:
             found = format or self._format_of(path)
             features = source_format(path, found)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 _FIRST: Final = 6
-"""The first sums cover 2^6 examples, because examples are counted by minibatch."""
+"""The first sums cover 2^6 examples. Smaller sums would be wrong, because examples are counted by whole minibatches."""
 _PREFIX: Final = "first pass "
 _BELOW: Final = " below 0"
 
@@ -27,7 +27,7 @@ class ExampleSums(NamedTuple):
     weights: float
     labels: float
     predictions: float | None
-    """The sum of the predictions; None if a prediction has several numbers."""
+    """The sum of the predictions; None if each prediction has several numbers."""
     num_pairs: int
 
 
@@ -64,7 +64,7 @@ class FirstPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressiveLoss:
-    """The mean loss before learning, up to an example of the first pass; examples are weighted."""
+    """Weighted mean loss of the first `examples` examples; each loss is measured before learning from the example."""
 
     examples: int
     loss: float
@@ -89,9 +89,9 @@ HEADING: Final = f"{'loss':>10} {'since last':>10} {'examples':>13} {'label':>10
 
 
 def progressive_losses(counters: Mapping[str, float], num_workers: int = 0) -> list[ProgressiveLoss]:
-    """Return the mean losses, given all workers' counters, in the order of examples.
+    """Return the mean losses in the order of the examples, given the sums of all workers' counters.
 
-    With `num_workers`, include only sums that this many workers have completed, because such sums are final.
+    With `num_workers`, include only the sums that this number of workers have completed; these sums are final.
     """
     sums = _by_doubling(counters)
     if num_workers:
@@ -118,7 +118,7 @@ def progressive_losses(counters: Mapping[str, float], num_workers: int = 0) -> l
 
 
 def _by_doubling(counters: Mapping[str, float]) -> dict[int, dict[str, float]]:
-    """Return the sums between successive powers of two of the number of examples."""
+    """Return the sums of each range of examples, from one power of two to the next."""
     found: dict[int, dict[str, float]] = {}
     for name, value in counters.items():
         if name.startswith(_PREFIX):

@@ -1,9 +1,9 @@
-"""Detect a drifting rate of positives over a file, and the error of the log odds on the newest part.
+"""Detect whether the rate of positives drifts over a file, and estimate the error of the log odds at its end.
 
 Each hypothesis adds one term to the log odds: a step at the start of the newest half, quarter, eighth or sixteenth, or
 a ramp that begins there or at the start of the file. A hypothesis's evidence is Laplace's approximation of the marginal
 likelihood (MacKay, Information Theory, Inference, and Learning Algorithms, 2003, chapter 27), given the labels alone.
-Estimates are averaged by the probabilities of the hypotheses, so a small step is corrected in part.
+The estimates are averaged, weighted by the hypotheses' probabilities, so a small step is corrected in part.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy.typing as npt
 from paceline.tables.types import Doubles, Floats
 
 _STARTS: Final = (1 / 2, 3 / 4, 7 / 8, 15 / 16)
-_OF_STEP, _OF_RAMP = 0.03, 0.003  # prior probabilities of one hypothesis, relative to no drift
-_CELLS: Final = 32  # number of cells, for time and for margins
+_OF_STEP, _OF_RAMP = 0.03, 0.003  # prior probabilities of one step and of one ramp, relative to no drift
+_CELLS: Final = 32  # number of cells in each of the two dimensions: time and margin
 _DEVIATION: Final = 1.0  # prior standard deviation of a drift, in log odds
-_LEAST_LABELS: Final = 20  # labels of each class; fewer cannot show a drift
+_LEAST_LABELS: Final = 20  # if a class has fewer labels, no drift can be detected
 _MOST_STEPS: Final = 30
 
 
 class RateShift(NamedTuple):
-    """A correction of log odds for all examples, and a further correction for the newest rate.
+    """A correction of the log odds for all examples, and a second one for the newest examples.
 
-    The correction for all examples has a standard error. `newest` is the mean over the hypotheses; `drift` is the
-    probability that the rate drifts.
+    `shift` corrects all examples; `error` is its standard error. `newest` is added for the newest examples; it is the
+    mean over the hypotheses. `drift` is the probability that the rate drifts.
     """
 
     shift: float
@@ -42,9 +42,9 @@ def log_odds_shift(
 ) -> tuple[float, float]:
     """Return the constant to add to margins so that the mean of P(click) is correct, and its standard error.
 
-    `margins`, `labels` (0 and 1) and `counts`, the weights of the examples, are float64 [n]. Examples of one of the
-    `groups`, int64 [n], may have correlated labels, as neighbours in a file do; the standard error accounts for this
-    (Liang and Zeger, Biometrika 73, 1986).
+    `margins`, `labels` (0 and 1) and `counts`, the weights of the examples, are float64 [n]. The labels of a group of
+    examples may be correlated: neighbours in a file often are. With `groups`, int64 [n], the standard error accounts
+    for this (Liang and Zeger, Biometrika 73, 1986).
     """
     shift, error, _ = _fit(np.zeros(len(margins)), margins, labels, counts)
     if groups is None or not len(groups):
@@ -59,17 +59,17 @@ def example_counts(labels: Floats, weights: Floats | None) -> Doubles:
 
 
 def significant_share(bias: float, variance: float, *, is_known: bool) -> float:
-    """Return the share of an estimated bias to correct, 0 to 1.
+    """Return the share of an estimated bias to correct, from 0 to 1.
 
-    The bias on all rows of a training is known (`is_known`), because a fitted intercept removes it. Its share is below
-    1 only because the unit prior variance limits the correction by a few labels. The bias of a sample is an estimate,
-    which is shrunk by its variance (James and Stein, 1961).
+    If the bias was computed from all rows of the training (`is_known`), the share is almost 1, and smaller only if
+    there are few labels (unit prior variance). The bias of a sample is an estimate, which its variance shrinks (James
+    and Stein, 1961).
     """
     return 1 / (1 + variance) if is_known else max(1 - variance / max(bias * bias, 1e-30), 0.0)
 
 
 def changed_rates(labels: Floats, weights: Floats | None) -> tuple[float, float] | None:
-    """Return the rates of positives in the oldest and the newest sixteenth if the rate drifts, otherwise None."""
+    """Return the rates of positives in the oldest and the newest sixteenth of rows; None if the rate does not drift."""
     y, counts, part = labels.astype(np.float64), example_counts(labels, weights), len(labels) // 16
     if not part or rate_shift(np.zeros(len(y)), y, counts).drift < 0.5:
         return None
@@ -96,7 +96,7 @@ def rate_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> RateShift:
     none = np.zeros(len(time))
     steps = [(time >= start).astype(np.float64) for start in _STARTS]
     ramps = [np.maximum(time - start, 0) / (1 - start) for start in (0.0, *_STARTS)]
-    # Use the labels alone, because a model that has followed a ramp makes the ramp look like a step.
+    # The evidence ignores margins. If the model has followed a ramp, its margins make the ramp look like a step.
     evidence = np.array([_fit(term, none, *data[1:])[2] for term in (none, *steps, *ramps)])
     evidence += np.log([1.0] + [_OF_STEP] * len(steps) + [_OF_RAMP] * len(ramps))
     shares = np.exp(evidence - evidence.max())

@@ -33,7 +33,7 @@ MODELS: Final[dict[str, type[SparseModel]]] = {
 
 
 def make_model(name: str = SparseLogisticRegression.name, **settings: Any) -> SparseModel:
-    """Create a model. Settings that are None get their defaults. Raises UsageError for settings of other models."""
+    """Create a model. A setting that is None gets its default. Raises UsageError for settings of other models."""
     kind = MODELS.get(name)
     if kind is None:
         raise UsageError(f"model={name!r}: expected one of {', '.join(MODELS)}")

@@ -34,10 +34,10 @@ class RegressionEvaluation(Evaluation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeastSquares(LinearModel):
-    """The prediction of a number from a weight per feature.
+    """Predicts a number from a weight per feature.
 
-    The model learns (label - `center`) / `scale`, with a sample's mean and standard deviation. So the learning rate
-    does not depend on the unit of the labels.
+    The model learns (label - `center`) / `scale`, so that the learning rate does not depend on the labels' unit.
+    `center` is the mean label of a sample, and `scale` the standard deviation.
     """
 
     name: ClassVar[str] = "regression"

@@ -1,6 +1,6 @@
 """Multinomial logistic regression: predict the probabilities of several classes.
 
-A key has a weight for each class. The classes are whole numbers, known before the training begins.
+Each key has one weight per class. The classes are whole numbers, known before the training begins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.tables.types import Doubles, Floats
 
 MAX_CLASSES = 4096
 _LARGEST_CLASS = 1 << 24
-"""Larger integers are not exact as float32, the type of labels."""
+"""Larger integers are not exact in float32, the dtype of labels."""
 _LEAST_PROBABILITY = 1e-15
 
 
@@ -189,7 +189,7 @@ class SoftmaxMinibatch(KeyedMinibatch):
         return np.exp(self.margins(weights)).astype(np.float32)
 
     def margins(self, weights: Sequence[Floats]) -> Doubles:
-        """Return the logarithm of each class's probability, float64 [n, classes]; `weights` as in :meth:`gradients`."""
+        """Return the log of each class's probability, float64 [n, classes]. :meth:`gradients` describes `weights`."""
         rows, (table, *_) = self._rows, weights
         sums = np.empty((self.num_examples, table.shape[1]), np.float32)
         csr_dot_rows(rows.indptr, rows.indices, rows.values, table, sums)

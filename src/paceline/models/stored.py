@@ -70,7 +70,7 @@ def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
 
 
 def find_version(directory: str | os.PathLike[str]) -> str:
-    """Return a text that changes when the model is replaced or a newer snapshot is complete. Raises ModelError."""
+    """Return a text that changes if the saved model is replaced or a newer snapshot is complete. Raises ModelError."""
     path = Path(directory)
     numbers = _snapshot_numbers(path)
     if numbers:

@@ -27,7 +27,7 @@ def suited_ftrl(alpha: float, l1: float, l2: float) -> FTRL:
 
 
 def rule_of(update: UpdateRule | RuleChoice, alpha: float, l1: float, l2: float = 0.0) -> UpdateRule:
-    """Return `update`, or the rule that it chooses for a learning rate and penalties."""
+    """Return `update` if it is a rule; otherwise call it with the learning rate and penalties, and return its rule."""
     return update if isinstance(update, UpdateRule) else update(alpha, l1, l2)
 
 
@@ -40,7 +40,7 @@ def make_update(
     beta: float | None = None,
     option_format: str = "--{} ",
 ) -> UpdateRule:
-    """Create an update rule; `lr` is FTRL's alpha, `l2` the weight decay of other rules. Raises UsageError.
+    """Create an update rule. For FTRL, `lr` is alpha; for other rules, `l2` is the weight decay. Raises UsageError.
 
     `option_format` formats option names in errors: ``--{} `` on the command line, ``{}=`` in Python.
 

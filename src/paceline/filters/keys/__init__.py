@@ -1,4 +1,4 @@
-"""Filters of keys, and memory for sent keys at both ends of a connection."""
+"""Filters of keys. Both ends of a connection remember the keys that were sent."""
 
 from .caching import KeyCaching
 from .deltas import DeltaKeys

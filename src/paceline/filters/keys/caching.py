@@ -15,18 +15,18 @@ from paceline.tables.types import Keys
 
 DIGEST_BYTES = 16
 LEAST_KEYS = 4
-"""Minimum length of a list that is replaced by a digest."""
+"""The filter replaces only lists of at least this length."""
 
 Digest: TypeAlias = bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyCaching(KeyFilter):
-    """Replaces a list of keys by 16 bytes if a push or pull on this connection has already sent the list.
+    """Replaces a list of keys by a digest of 16 bytes if this connection has already sent the list.
 
-    Both ends store the lists of a table, up to `megabytes` of keys, and then evict the least recently used list. The
-    server may evict more lists; it then requests the keys again. Both ends clear their lists when the connection or the
-    view changes.
+    Both ends store up to `megabytes` of a table's keys, and then evict the least recently used list. The server may
+    evict more lists. If it needs one of them, it requests the keys again. Both ends clear their lists when the
+    connection or the view changes.
     """
 
     megabytes: int = 64
@@ -44,7 +44,7 @@ def digest_of(keys: Keys) -> Digest:
 
 
 class KeyLists:
-    """Lists of keys by digest. The receiver stores the keys, the sender only the digests.
+    """Lists of keys, found by digest. The receiver stores the keys. The sender stores only the digests.
 
     Both ends evict in the same order, because they process the same lists.
     """

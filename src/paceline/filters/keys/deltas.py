@@ -10,9 +10,9 @@ from paceline.filters.base import KeyFilter
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeys(KeyFilter):
-    """Sorts the keys and sends their differences in LEB128, with 7 bits per byte.
+    """Sorts the keys and sends the differences between neighbours in LEB128, with 7 bits per byte.
 
-    The filter is useful for small keys, which take 1 or 2 bytes each. It hardly helps for n hashes of 64 bits, because
+    The filter is useful for small keys, which take 1 or 2 bytes each. It saves little for n random 64-bit keys, because
     neighbours differ by about 2^64 / n.
     """
 

@@ -22,8 +22,8 @@ _MOST_BYTES = 9
 class KeyNumbers(KeyFilter):
     """Replaces a key by 1 to 4 bytes if this connection has already sent the key; a new key takes 9 bytes.
 
-    Keys are numbered in the order of their arrival, so frequent keys get the smallest numbers. Both ends store up to
-    `megabytes` of keys; later keys get no number. The worker needs three times this memory. Both ends clear the numbers
+    Keys are numbered in the order of their first use, so frequent keys get the smallest numbers. Both ends store up to
+    `megabytes` of keys. Later keys get no number. The worker needs three times this memory. Both ends clear the numbers
     when the connection or the view changes.
     """
 

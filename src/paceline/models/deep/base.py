@@ -1,9 +1,9 @@
 """Common parts of deep click models: a network over the factors of an example's columns.
 
-margin = offset + bias + Σ w[k]·x_k + network(e). The vector e concatenates Σ v[k]·x_k over the features of each column
-(zeros for features without factors). Weights w and factors v are as in :mod:`paceline.models.fm`. The layers are tables
-too (:mod:`paceline.models.deep.layers`) and are trained with Adam. PyTorch computes the networks; the first use imports
-it.
+margin = offset + bias + Σ w[k]·x_k + network(e). The vector e has one part per column: the sum Σ v[k]·x_k over the
+column's features. A feature without factors adds zeros. :mod:`paceline.models.fm` explains the weights w and factors v.
+The layers are tables too (:mod:`paceline.models.deep.layers`), trained with Adam. PyTorch computes the networks; it is
+imported at the first use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUM_TABLES = 3  # weights, factors and counts come before the layers
 
 
 class ColumnSums:
-    """Sums over the features of each column of each example in a minibatch, and their gradients.
+    """For each example and column of a minibatch: the sum of the features' factors, and its gradient.
 
     `indices` int32 [pairs] are row numbers of factors; `values` are float32 [pairs], or empty if all are 1.
     """
@@ -49,7 +49,7 @@ class ColumnSums:
         self._indices, self._values = indices, values
 
     def sums(self, factors: Floats) -> Floats:
-        """Return Σ v[k]·x_k by example and column: float32 [n, columns, dim]. `factors`: float32 [features, dim]."""
+        """Return the sums Σ v[k]·x_k: float32 [n, columns, dim]. `factors` are the v[k]: float32 [features, dim]."""
         n, num_columns = self._shape
         found = self._summed(factors[self._indices], self._places, n * num_columns)
         return found.reshape(n, num_columns, factors.shape[1])
@@ -162,7 +162,7 @@ class DeepModel(FactorModel):
     @property
     @abstractmethod
     def network(self) -> Network:
-        """The network, which computes margins from the factors of the columns and the weights of the layers."""
+        """The function that computes margins from the columns' factors and the layers' weights."""
 
     @cached_property
     def layer_keys(self) -> tuple[Keys, ...]:

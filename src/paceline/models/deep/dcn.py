@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepCrossNetwork(DeepModel):
-    """P(click) from a weight per feature, and cross layers and a perceptron over factors."""
+    """P(click) from a weight per feature, and from cross layers and a perceptron over the columns' factors."""
 
     name: ClassVar[str] = "dcn"
     title: ClassVar[str] = "a deep and cross network"

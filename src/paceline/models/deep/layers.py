@@ -1,6 +1,6 @@
 """The layers of a network as tables: a row per unit, with the unit's weights followed by its bias.
 
-A network is therefore pulled, pushed, replicated, saved and snapshotted like other parameters.
+So workers pull and push a network, and servers replicate and save it, like other parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layer(NamedTuple):
 
     @property
     def keys(self) -> Keys:
-        """The keys of the rows. Layers have distinct keys because a row's initial values depend on its key."""
+        """The keys of the rows. No two layers share a key, because a row's initial values depend on its key."""
         return (np.uint64(self.number) << np.uint64(32)) + np.arange(self.num_units, dtype=np.uint64)
 
     def table(self, update: UpdateRule) -> ModelTable:

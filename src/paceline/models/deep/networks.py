@@ -48,12 +48,12 @@ def cross_network(inputs: Tensor, layers: Sequence[Tensor]) -> Tensor:
 
 
 def deepfm(factors: Tensor, layers: Sequence[Tensor]) -> Tensor:
-    """Compute DeepFM; the last layer has one unit over the hidden layers."""
+    """Compute DeepFM. The last layer has one unit, whose inputs are the last hidden layer's outputs."""
     return dense(perceptron(factors.flatten(1), layers[:-1]), layers[-1]) + sum_pairs(factors)
 
 
 def dcn(factors: Tensor, layers: Sequence[Tensor], num_cross: int) -> Tensor:
-    """Compute DCN-v2 from `num_cross` cross layers, hidden layers, and one unit over both."""
+    """Compute DCN-v2 from `num_cross` cross layers, then hidden layers, then one unit whose inputs are both outputs."""
     inputs = factors.flatten(1)
     crossed = cross_network(inputs, layers[:num_cross])
     return dense(torch.cat([crossed, perceptron(inputs, layers[num_cross:-1])], 1), layers[-1])
@@ -72,7 +72,7 @@ class NetworkPass:
         self.margins: Floats = self._output.detach().numpy()
 
     def gradients(self, residuals: Floats) -> list[Floats]:
-        """Return the gradients by factors and by each layer, given the loss's derivative by margin, float32 [n]."""
+        """Return the factors' and the layers' gradients, given the loss's derivatives by the margins, float32 [n]."""
         with _one_thread():
             found = torch.autograd.grad(self._output, self._leaves, torch.from_numpy(residuals))
         return [np.ascontiguousarray(gradient.numpy()) for gradient in found]
@@ -122,7 +122,7 @@ def write_onnx(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit PyTorch to this thread. On busy cores, waiting for other threads took 100 times as long."""
+    """Limit PyTorch to this thread. On busy cores, PyTorch with more threads took 100 times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -4,11 +4,11 @@ Each feature has three cells, and its count is at most the smallest of them (Cor
 data stream summary: the count-min sketch and its applications", J. Algorithms 2005). The estimate is never too low. It
 is too high only if other features share all three cells. The three cells lie in one block of eight, which is one row
 (as in the blocked Bloom filters of Putze, Sanders and Singler, "Cache-, hash- and space-efficient Bloom filters", WEA
-2007). So a feature costs one look-up, and one key in a message.
+2007). So a feature needs one look-up, and one key in a message.
 
 Blocks are rows of a sparse table, so they are replicated, moved and snapshotted. Servers add the workers' pushes.
-Counts never fall, and they stop at the limit, so a worker need not read the count of a frequent feature again. The
-worker caches the latest frequent features (:class:`FrequentFeatures`).
+Counts never decrease and stop at the limit, so a worker reads the count of a frequent feature only once. The worker
+caches the most recent frequent features (:class:`FrequentFeatures`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_counting(min_count: int, count_cells: int) -> None:
 
 
 class FrequentFeatures:
-    """A cache (1 MiB) of this worker's latest frequent features."""
+    """A cache (1 MiB) of the features that this worker most recently found frequent."""
 
     def __init__(self) -> None:
         self.places = np.zeros(_NUM_REMEMBERED, np.uint64)
@@ -63,7 +63,7 @@ class FeatureCounts:
         self.blocks, self._places = distinct_keys(blocks[:count])
 
     def have_occurred(self, rows: Floats, occurrences: npt.NDArray[np.int64], times: int) -> npt.NDArray[np.bool_]:
-        """Return whether each feature is estimated to have occurred `times` times (bool [n]), and cache these features.
+        """Return whether each feature's estimated count is at least `times` (bool [n]), and cache these features.
 
         `rows` float32 [m, BLOCK] are the blocks' counts, to which `occurrences` (int64 [n]) are added.
         """

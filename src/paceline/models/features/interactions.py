@@ -51,11 +51,11 @@ class Interactions:
 
     @classmethod
     def of(cls, settings: Any) -> Interactions | None:
-        """Return the interactions for `settings`: an instance, its fields from JSON, or None."""
+        """Return the interactions for `settings`: Interactions, their fields as read from JSON, or None."""
         return settings if settings is None or isinstance(settings, cls) else cls(**settings)
 
     def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> Interactions:
-        """Return these interactions for the columns of the data; `fields` are the fields of formats without columns."""
+        """Return these interactions for the columns of the data, or for its `fields` if its format has no columns."""
         layout = RowLayout.of_data(format, columns, fields)
         if layout is None:
             raise UsageError(f"--interactions {self.text}: {format} has no columns to cross. Leave the option out")
@@ -116,7 +116,7 @@ class Interactions:
         return Batch(batch.labels, indptr, keys[:num_pairs], crossed, batch.weights)
 
     def _apply_to_fields(self, batch: Batch) -> Batch:
-        """Return the rows with crosses; each feature of the rows has a field."""
+        """Return the rows with their crosses added. Each feature of the rows must have a field."""
         from paceline.kernels.features.interactions import count_crosses, cross_fields
 
         starts, order = self._group(batch)

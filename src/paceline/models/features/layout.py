@@ -15,7 +15,7 @@ from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import field_of, name_seed
 
 _SEVERAL: Final = (
-    "a row has several values of a category, or none, and does not name their columns (converted columns of lists). "
+    "a row has several values of a category, or none, and lacks their columns' names (converted columns of lists). "
     "Convert the data again, or read it from its source"
 )
 _UNNAMED = "(no name)"
@@ -39,7 +39,7 @@ class RowLayout:
 
     @classmethod
     def of(cls, settings: Any) -> RowLayout | None:
-        """Return the layout for `settings`: an instance, its fields from JSON, or None."""
+        """Return the layout for `settings`: a RowLayout, its fields as read from JSON, or None."""
         return settings if settings is None or isinstance(settings, cls) else cls(**settings)
 
     @classmethod
@@ -87,7 +87,7 @@ class RowLayout:
     def fields_of(self, batch: Batch) -> npt.NDArray[np.int32]:
         """Return the column number of each pair in a batch: int32 [pairs].
 
-        Raises DataError if a row without fields has no categorical value, or several, for a column.
+        Raises DataError for a row without fields that has no value, or several, in a categorical column.
         """
         if batch.fields is not None:
             return self._numbers_of(batch.fields)

@@ -18,7 +18,7 @@ from paceline.models.proximal.schedule import places_of
 from paceline.tables.types import Floats, Keys
 
 _SORT_BYTES: Final = 40
-"""Additional memory per value for sorting: column numbers, hash table, sorted rows and values."""
+"""Bytes per value that sorting needs: column numbers, hash table, sorted rows and values."""
 _SPARE_BYTES: Final = 64 << 20
 _MOST_ROWS: Final = 2**31 - 1
 
@@ -52,7 +52,7 @@ class ExampleColumns:
         if not len(self.values):
             return np.diff(self.indptr).astype(np.float64)
         sums, is_full = np.zeros(len(self.keys)), np.diff(self.indptr) > 0
-        if is_full.any():  # differences of running sums would lose all digits after a large column
+        if is_full.any():  # no differences of running sums, which lose all digits after a large column
             sums[is_full] = np.add.reduceat(np.abs(self.values), self.indptr[:-1][is_full], dtype=np.float64)
         return sums
 

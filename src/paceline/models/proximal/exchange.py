@@ -23,14 +23,14 @@ WIDTH: Final = 16
 
 
 class SummedRows(NamedTuple):
-    """The servers' reply for columns, float32 [n] each."""
+    """The two numbers that the servers return for each column, float32 [n] each."""
 
     first: Floats
     second: Floats
 
 
 class NumberExchange:
-    """A worker's side of the exchange. Each rank below `num_places` has a place; some ranks may have no worker."""
+    """The exchange on one worker. Each rank below `num_places` has rows in the table, even if it has no worker."""
 
     def __init__(self, client: Client, table: SparseTable, num_places: int) -> None:
         self._client = client
@@ -39,14 +39,14 @@ class NumberExchange:
         self._num_workers = 0
         self._place = client.rank
         self.is_first = False
-        """Whether this worker has the lowest rank of the participants."""
+        """Whether this worker has the lowest rank of all workers in the exchange."""
         self._own_keys = self._keys_of(self._place)
         self._all_keys = np.concatenate([self._keys_of(place) for place in range(num_places)])
 
     def gather(self, numbers: Doubles) -> Doubles:
-        """Send numbers (float64 [WIDTH], the first is 1); return all workers' numbers (float64 [workers, WIDTH]).
+        """Send this worker's numbers (float64 [WIDTH]) and return all workers' numbers (float64 [workers, WIDTH]).
 
-        This ends the iteration. Raises LostRowsError if a worker was lost.
+        The first number must be 1. This ends the iteration. Raises LostRowsError if a worker was lost.
         """
         high = numbers.astype(np.float32)
         pairs = np.zeros((2 * WIDTH, 2), np.float32)
@@ -60,7 +60,7 @@ class NumberExchange:
         return present
 
     def write(self, keys: Keys, records: Floats) -> None:
-        """Set complete rows; other workers write the same rows. The rows are visible after the next :meth:`gather`."""
+        """Overwrite rows. All workers write the same rows, which pulls return after the next :meth:`gather`."""
         write_records(self._client, self._table.spec, keys, records)
 
     def start(self, keys: Keys, pairs: Floats) -> Ticket:
@@ -70,7 +70,7 @@ class NumberExchange:
         return self._table.push_pull_async(keys, pushed, tick=True, assume_unique=True)
 
     def finish(self, ticket: Ticket) -> SummedRows:
-        """Return the rows after all workers' pushes of the iteration. Raises LostRowsError if a worker was lost."""
+        """Return the rows after the iteration's pushes of all workers. Raises LostRowsError if a worker was lost."""
         rows = ticket.result()
         num_workers = int(rows[-1, 1])
         if num_workers != (self._num_workers or num_workers):

@@ -1,9 +1,9 @@
-"""Extrapolate the weights from the last passes, for slow progress along a narrow valley.
+"""Extrapolate the weights from the last passes, to speed up slow progress along a narrow valley.
 
-Coordinate descent is slow if some columns nearly add up to another, as one-hot columns do to the intercept. The
-combination of the last iterates with the smallest combined residual is often a better point. This point replaces the
-weights if it lowers the objective. Source: Bertrand and Massias, "Anderson acceleration of coordinate descent", AISTATS
-2021, algorithm 2.
+Coordinate descent is slow if the sum of some columns is nearly another column: one-hot columns add up to the intercept.
+The combination of the last iterates with the smallest combined residual is often a better point. This point replaces
+the weights if it lowers the objective. Source: Bertrand and Massias, "Anderson acceleration of coordinate descent",
+AISTATS 2021, algorithm 2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from paceline.tables.types import Doubles
 
 NUM_STEPS: Final = 5
-"""The number of steps between passes to combine."""
+"""The number of steps (from one pass to the next) to combine."""
 NUM_PRODUCTS: Final = NUM_STEPS * (NUM_STEPS + 1) // 2
 _REGULARIZATION: Final = 1e-8
 
@@ -35,7 +35,7 @@ class Iterates:
         return len(self._weights) > NUM_STEPS
 
     def products(self, shares: Doubles) -> Doubles:
-        """Return the inner products of the steps, in which `shares` weights the columns: float64 [NUM_PRODUCTS]."""
+        """Return the inner products of the steps, weighted by the columns' `shares`: float64 [NUM_PRODUCTS]."""
         steps = [after - before for before, after in zip(self._weights, self._weights[1:], strict=False)]
         found = [float((shares * a * b).sum()) for i, a in enumerate(steps) for b in steps[: i + 1]]
         return np.array(found)
@@ -52,7 +52,7 @@ class Iterates:
 
 
 def combine(products: Sequence[float]) -> list[float] | None:
-    """Return the factors, with sum 1, of the shortest combination of steps; None if undefined.
+    """Return the factors, which add up to 1, of the shortest combination of steps; None if undefined.
 
     `products` has the products of step i with steps 0 to i, in order. All workers must compute the same bits, so this
     function uses plain arithmetic instead of a library.
@@ -67,7 +67,7 @@ def combine(products: Sequence[float]) -> list[float] | None:
     for i in range(NUM_STEPS):
         gram[i] = [product / trace for product in gram[i]] + [1.0]
         gram[i][i] += _REGULARIZATION
-    for i in range(NUM_STEPS):  # no pivots, because the matrix is positive definite
+    for i in range(NUM_STEPS):  # no pivoting, because the matrix is positive definite
         for row in range(i + 1, NUM_STEPS):
             factor = gram[row][i] / gram[i][i]
             gram[row] = [a - factor * b for a, b in zip(gram[row], gram[i], strict=True)]

@@ -1,4 +1,4 @@
-"""The margins of a worker's examples while weights change, with loss, gradients and curvatures."""
+"""The margins of a worker's examples while weights change, and the loss, gradients and curvatures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.tables.types import Doubles, Floats
 
 
 class Margins:
-    """Margins of a logistic regression with initial weights 0 and an `offset`; columns are given by number."""
+    """Margins of a logistic regression. All weights are initially 0. Methods take the numbers of columns."""
 
     def __init__(self, columns: ExampleColumns, offset: float) -> None:
         num = columns.num_examples
@@ -30,7 +30,7 @@ class Margins:
         count_entries(self._columns.indptr, self._columns.rows, columns, -1, self._moving)
 
     def gradients(self, columns: Positions, radii: Floats) -> Floats:
-        """Return, per weight, the gradient of the loss and a bound of its second derivative: float32 [n, 2].
+        """Return for each weight the loss's gradient, and an upper bound of its second derivative: float32 [n, 2].
 
         The bound is valid while no weight changes by more than its radius (`radii` float32 [all columns]). Raises
         DataError if a result exceeds float32.

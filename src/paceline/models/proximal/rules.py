@@ -1,4 +1,4 @@
-"""Formulas of delayed block proximal gradient that all workers evaluate: activity, violations, radii.
+"""Formulas of delayed block proximal gradient that each worker computes: active columns, violations, radii.
 
 All workers read the same weights and gradients from the servers, so their results agree without communication.
 """
@@ -33,9 +33,9 @@ class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
     max_delay: int = 0
     """A block waits for all earlier blocks except the last `max_delay`."""
     block_ratio: float = 4.0
-    """Number of blocks, divided by the mean number of nonzero values per example."""
+    """The number of blocks, as a multiple of the mean number of nonzero values per example."""
     tolerance: float = 1e-9
-    """Training ends if a pass over all columns changes the objective by a smaller fraction."""
+    """Training ends if a pass over all columns changes the objective by less than this fraction."""
     max_passes: int = 5000
 
     def __post_init__(self) -> None:
@@ -65,8 +65,8 @@ def violations(weights: Doubles, gradients: Doubles, l1: Doubles, l2: Doubles) -
 def stay_active(weights: Doubles, gradients: Doubles, l1: Doubles, thresholds: Doubles | Floats) -> Flags:
     """Return a mask of the columns that the KKT filter keeps.
 
-    The filter drops weights of 0 with |gradient| below l1 − threshold. It keeps every weight without a penalty, and all
-    weights while thresholds are infinite.
+    The filter drops weights of 0 with |gradient| below l1 − threshold. It drops no weight whose l1 is 0, and no weight
+    if the threshold is infinite.
     """
     left: Flags = (weights != 0) | (np.abs(gradients) >= l1 - thresholds)
     return left
@@ -78,7 +78,7 @@ def filter_threshold(violation: float, num_examples: int) -> float:
 
 
 def next_radii(changes: Doubles, units: Floats) -> Floats:
-    """Return the trust regions after steps, as the servers' update rule computes them."""
+    """Return the radii of the trust regions after steps: the same values that the servers' update rule computes."""
     radii: Floats = np.minimum(np.float32(MOST) * units, 2 * np.abs(changes).astype(np.float32) + LEAST * units)
     return radii.astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""The blocks of columns, their order, the blocks that move at the same time, and the end of the passes."""
+"""The blocks of columns, their order, the blocks in flight at the same time, and the end of training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from paceline.kernels.hashing import mix
 from paceline.tables.types import Keys
 
-_SALT: Final = np.uint64(0x626C_6F63_6B73)  # spreads a block's keys over all servers, which partition keys by hash
+_SALT: Final = np.uint64(0x626C_6F63_6B73)  # without it, a block's keys would all be on one server
 _SEED: Final = 14
 
 
@@ -22,9 +22,10 @@ def places_of(keys: Keys) -> Keys:
 
 
 def count_blocks(block_ratio: float, num_values: int, num_examples: int, num_columns: int) -> int:
-    """Return the number of blocks: `block_ratio` times the mean number of values per example, at most one per column.
+    """Return the number of blocks: `block_ratio` times an example's mean number of values, but at most one per column.
 
-    An example then has 1 / `block_ratio` values in a mean block, so two columns of a block rarely share an example.
+    Then an example has on average 1 / `block_ratio` values in a block, so two columns of a block rarely share an
+    example.
     """
     wanted = math.ceil(block_ratio * num_values / max(num_examples, 1))
     return max(1, min(wanted, num_columns))
@@ -38,12 +39,12 @@ def block_starts(places: Keys, num_blocks: int) -> npt.NDArray[np.int64]:
 
 
 def block_order(num_blocks: int) -> npt.NDArray[np.int64]:
-    """Return a random order of blocks. All workers and passes use the same order, so that passes are comparable."""
+    """Return a random order of blocks. It is the same for all workers and passes, so that passes are comparable."""
     return np.random.default_rng(_SEED).permutation(num_blocks)
 
 
 def moving_with(step: int, num_steps: int, max_delay: int) -> range:
-    """Return the steps whose blocks may change together with `step`: up to `max_delay` steps before and after.
+    """Return the steps whose blocks may change while `step` is in flight: up to `max_delay` steps before and after.
 
     A pass ends when all its blocks are done.
     """
@@ -63,7 +64,7 @@ class Convergence:
         self._max_passes = max_passes
         self.num_passes = 0
         self.change = math.inf
-        """The last pass's reduction of the objective, relative to the current objective."""
+        """The reduction of the objective in the last pass, as a fraction of the current objective."""
         self.is_over_all = True
         """Whether the next pass covers all columns."""
         self.has_converged = False

@@ -1,4 +1,4 @@
-"""A worker's part in delayed block proximal gradient: columns, margins and a copy of the weights.
+"""Run delayed block proximal gradient on one worker, with its columns, its margins and a copy of the weights.
 
 All workers process the same blocks in the same order and read the same sums from the servers. Therefore they agree on
 the schedule, the active columns and the end without a leader.
@@ -38,7 +38,7 @@ class BlockPass(msgspec.Struct, frozen=True, kw_only=True):
     objective: float
     """Summed loss and penalties after the pass."""
     change: float
-    """Reduction of the objective, relative to its new value."""
+    """Reduction of the objective in the pass, as a fraction of its new value."""
     loss: float
     nonzero: int
     """Number of nonzero weights, without the intercept."""
@@ -60,7 +60,7 @@ class SolveTask(msgspec.Struct, frozen=True, kw_only=True):
     examples: int
     """The number of examples on all workers."""
     num_places: int
-    """The number of places for workers, which is above all their ranks."""
+    """A number above the ranks of all workers."""
     offset: float
     """A constant added to each margin."""
 
@@ -97,7 +97,7 @@ class BlockSolver:
         self._is_penalized = np.arange(num) < num - 1
         self._units, self._radii = np.ones(num, np.float32), np.ones(num, np.float32)
         self._shares = np.zeros(num)
-        """This worker's share of each column's values, used as a weight in sums by column over workers."""
+        """This worker's share of each column's values: the column's weight in sums over all workers."""
 
     @property
     def is_reporter(self) -> bool:
@@ -136,9 +136,9 @@ class BlockSolver:
             active = movable if convergence.is_over_all else sweep.left
 
     def _sum_up(self, num_examples: int) -> tuple[int, int, int, int, float]:
-        """Return the examples, values, columns and positives on all workers, and the loss with all weights 0.
+        """Return all workers' numbers of examples, values, columns and positives, and the loss if all weights are 0.
 
-        A column counts once for each worker that has it.
+        A column counts once on each worker that has it.
         """
         columns = self._columns
         loss, _ = self._margins.losses()
@@ -163,7 +163,7 @@ class BlockSolver:
         for first, last in itertools.pairwise(starts):
             own = np.stack([sums[first:last], -counts[first:last]], axis=1).astype(np.float32)
             magnitudes, totals = self._exchange.finish(self._exchange.start(columns.keys[first:last], own))
-            with np.errstate(divide="ignore", invalid="ignore"):  # a worker without examples divides 0 by 0
+            with np.errstate(divide="ignore", invalid="ignore"):  # 0 / 0 on a worker without examples
                 self._units[first:last] = np.abs(totals / magnitudes)
                 self._shares[first:last] = counts[first:last] / totals
             yield None
@@ -201,7 +201,7 @@ class BlockSolver:
         self._margins.move(columns, after - before)
 
     def _state(self, active: Flags, violation: float) -> _State:
-        """Combine the states of all workers: sums, and the maximum of the violations."""
+        """Return the state of all workers: the sums of their numbers, and the maximum of the violations."""
         loss, num_wrong = self._margins.losses()
         penalty = float((rules.penalties(self._weights, self._l1, self._l2) * self._shares).sum())
         counted = self._shares[:-1]  # without the intercept
@@ -266,7 +266,7 @@ class _State(NamedTuple):
 
     loss: float
     num_wrong: float
-    """Examples with a margin on the wrong side."""
+    """The number of examples that are classified wrongly."""
     penalty: float
     nonzero: float
     active: float
