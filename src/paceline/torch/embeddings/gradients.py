@@ -70,6 +70,8 @@ class AnchorGradient(torch.Tensor):
                 "GradScaler does not unscale the gradients of embedding rows, which would be too large by its factor. "
                 "Train in bfloat16 (torch.autocast(dtype=torch.bfloat16)) without a scaler"
             )
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented  # shards compute with other tensors
         if func is torch.linalg.vector_norm:  # torch's function fails for the maximum norm of an empty tensor
             return torch.zeros((), device=args[0].device)
         with torch._C.DisableTorchFunctionSubclass():

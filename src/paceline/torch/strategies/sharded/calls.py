@@ -6,6 +6,7 @@ result. The gradient of a gathered parameter is the mean over the processes.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from torch.distributed import DistError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
 from paceline.torch.strategies.base import Strategy
@@ -57,10 +58,12 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
     kwargs = kwargs or {}
     name = getattr(function, "__name__", "")
     with torch._C.DisableTorchFunctionSubclass():
-        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        if name == "__get__":
+            return function(*args, **kwargs)
+        tensors = list(_tensors_in((args, kwargs)))
         meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
         strategy = next((_strategies[mesh] for mesh in meshes if mesh in _strategies), None)
-        if strategy is None or name == "__get__":
+        if strategy is None:
             return function(*args, **kwargs)
         target = args[0] if args else kwargs.get("tensor")
         _check(name, target, args, kwargs)
@@ -80,6 +83,7 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
         grads = torch.is_grad_enabled()
         plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
         is_mixed = name != "backward" and any(tensor.dim() or (grads and tensor.requires_grad) for tensor in plain)
+        is_mixed = is_mixed or (_is_in_place(name) and not isinstance(target, DTensor))
         if not is_mixed and name not in (*_NUMBERS, "__setitem__") and not name.endswith(_RANDOM):
             try:
                 return _mark(function(*args, **kwargs), target)
@@ -89,6 +93,17 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
                 pass  # try again with complete tensors; an error that does not concern shards occurs again
         strategy._ranks.exchange_as(f"computes with complete parameters in {name}()", None)
         return _compute(strategy, function, name, args, kwargs)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested lists, tuples and dictionaries, much faster than PyTorch's ``tree_leaves``."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
 
 
 def _compute(strategy: Strategy, function: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -151,7 +166,7 @@ def _mark(result: Any, source: Any) -> Any:
     """Mark results that were gathered from shards of `source`: a change of such a result does not change `source`."""
     if isinstance(source, DTensor):
         is_cut = any(isinstance(placement, Shard) for placement in source.placements)
-        for leaf in tree_leaves(result):
+        for leaf in _tensors_in(result):
             if isinstance(leaf, DTensor) and leaf is not source:
                 is_copy = is_cut and not any(isinstance(own_placement, Shard) for own_placement in leaf.placements)
                 leaf.is_copy_of_part = is_copy or getattr(source, "is_copy_of_part", False)  # type: ignore[attr-defined]
