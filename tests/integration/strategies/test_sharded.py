@@ -1,4 +1,4 @@
-"""``Sharded`` with real processes: four ranks, which run all checks one after the other."""
+"""``Sharded`` with real processes: ranks that run all checks one after the other."""
 
 from __future__ import annotations
 
@@ -22,12 +22,21 @@ def test_all_checks_and_a_checkpoint_on_one_device(tmp_path: Path) -> None:
     assert not result.failures()
     assert result.codes == [0] * 4, result.errors
 
-    batches = checks.batches_of(6)
+    batches = checks.batches_of(4)
     expected = checks.plain_loop(*checks.model_and_optimizer("adam"), batches, None)
     with strategy("one-device", device="cpu") as one:
         model, optimizer = one.prepare(*checks.model_and_optimizer("adam"))
-        assert one.load(tmp_path / "checkpoint" / "by sharded") == {"epoch": 3}
-        assert checks.plain_loop(model, optimizer, batches[3:], None) == pytest.approx(expected[3:], abs=1e-5)
+        assert one.load(tmp_path / "checkpoint" / "by sharded") == {"epoch": 2}
+        assert checks.plain_loop(model, optimizer, batches[2:], None) == pytest.approx(expected[2:], abs=1e-5)
+
+
+@pytest.mark.timeout(420)
+def test_all_checks_of_scripts(tmp_path: Path) -> None:
+    from tests.integration.strategies.rank_checks import run_checks
+
+    result = run_checks("sharded_script_checks", 2, tmp_path, patience_s=380)
+    assert not result.failures()
+    assert result.codes == [0] * 2, result.errors
 
 
 @pytest.mark.thorough
