@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import sys
 from typing import NoReturn
 
 from . import processes
+from .zygote import COMPILER
 
 COLLECTED = "WARM_COLLECTED_TESTS"
 """The environment variable with the arguments that select the collected tests, as JSON."""
@@ -34,6 +36,8 @@ def prepare() -> None:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         pytest.main(["--collect-only", "--quiet", "-n", "0", *json.loads(os.environ[COLLECTED])])
     sys.dont_write_bytecode = before
+    for name in COMPILER if "torch" in sys.modules else ():
+        importlib.import_module(name)
     programs.prepare()
 
 

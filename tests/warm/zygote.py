@@ -17,12 +17,15 @@ import sys
 from paceline.launch.warm_parent import serve
 
 _COMMANDS = ["paceline.cli.train", "paceline.training.driver", "paceline.training.predict", "paceline.collectives"]
+COMPILER = ("torch._dynamo.backends.common", "torch._dynamo.testing", "torch._inductor.debug")
+"""The modules that PyTorch imports at the first export or compilation, which takes seconds."""
 MODULES = {
     "plain": _COMMANDS,
     "torch": [
         *("torch._dynamo", "tests.conformance.conformance", "paceline.models.deep.networks", *_COMMANDS),
         *("paceline.torch.strategies.pipeline.strategy", "paceline.torch.strategies.sharded.strategy"),
         *("paceline.torch.strategies.hybrid", "paceline.torch.partitioning.partitioned"),
+        *("torch.distributed.pipelining._schedule_visualizer", *COMPILER),
     ],
     "workers": [],
 }
