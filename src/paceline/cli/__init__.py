@@ -87,9 +87,9 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
 
 @contextlib.contextmanager
 def start_fork_server(words: Sequence[str]) -> Iterator[ForkServer | None]:
-    """If `words` trains on its own processes, start a fork server and end it with the block; otherwise yield None.
+    """Run a fork server during the block if the command `words` is a training with its own cluster; else yield None.
 
-    Call this first, because the fork server loads for half a second, while this process imports Typer and parses.
+    Call this first: the fork server needs half a second to load, and this process imports Typer in the meantime.
     """
     starts = words[:1] == ["train"] and len(words) > 1
     if not starts or any(word in _HELP or word.startswith("--scheduler") for word in words):

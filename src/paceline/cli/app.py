@@ -23,7 +23,7 @@ _RUN_CONTEXT = {
 def run(options: RunOptions) -> None:
     """Run a PyTorch script under a strategy.
 
-    The processes are on this machine, or on several.
+    The processes run on this machine or on several machines.
 
     Example: paceline run --strategy all-reduce --nproc-per-node 4 train.py --epochs 3
 

@@ -1,4 +1,4 @@
-"""This machine: ``paceline doctor`` and ``paceline bench``."""
+"""Examine this machine: ``paceline doctor`` and ``paceline bench``."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def bench_ps(
 ) -> None:
     """Measure push, pull and push_pull on a server of 10^7 rows.
 
-    One server process and one client process take part. floor is a bare socket echo of the same bytes. Takes about half
-    a minute.
+    There is one server process and one client process. floor is the time of a socket echo of the same bytes, for
+    comparison. Takes about half a minute.
     Example: paceline bench ps --json
     """
     from paceline.bench.ps import bench_ps

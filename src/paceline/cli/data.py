@@ -80,7 +80,7 @@ def convert(
     from paceline.training.files.describing import show_columns
 
     if len(sources) < 2:
-        raise UsageError(f"no file to write. Name it last: paceline convert {sources[0]} OUT")
+        raise UsageError(f"no output file. Pass its name last: paceline convert {sources[0]} OUT")
     *data, out = sources
     reading = columns.parse(label)
     sample = sample_sources(data, Path(out), format=format, weight=weight, reading=reading)

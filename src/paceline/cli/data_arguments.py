@@ -38,9 +38,9 @@ def find_sources(context: typer.Context, names: list[str]) -> list[str]:
 
 
 def expand_pattern(name: str) -> Sequence[str]:
-    """Return the files that match a pattern. A plain name, or the name of an existing file, stands for itself.
+    """Return the files that match a pattern. A plain name, or the name of an existing file, is returned unchanged.
 
-    Files with the labels of a matching array (``x.y.npy`` for ``x.npy``) are left out, because readers find them.
+    Files with labels (``x.y.npy`` for ``x.npy``) are left out, because the reader of the array opens them itself.
     """
     if "://" in name:
         from paceline.data.streams import expand_url, is_url
@@ -67,7 +67,7 @@ def _keep_standard_input(context: typer.Context) -> str:
     if STANDARD_INPUT in root.meta:
         raise UsageError("'-' is given twice, but standard input can be read only once. Pass it once")
     folder = root.meta[STANDARD_INPUT] = standard_input.make_folder()
-    root.call_on_close(folder.close)  # the root context, because a wrong argument leaves the command's own context open
+    root.call_on_close(folder.close)  # not the command's own context: it stays open after a wrong argument
     try:
         path = standard_input.keep(sys.stdin.buffer, folder.path)
     except OSError as error:

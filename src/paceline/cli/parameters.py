@@ -52,9 +52,9 @@ class PanelCommand(typer.core.TyperCommand):
 def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter of a command whose type is a dataclass by one parameter per field.
 
-    A field is a field of :mod:`paceline.command_options`, an ``Annotated`` parameter of Typer, or another such
-    dataclass. The command receives the dataclasses with the values of the command line. Fields without a panel are in
-    the panel of their dataclass, or of the outer dataclass.
+    A field is declared with :mod:`paceline.command_options` or as an ``Annotated`` parameter of Typer, or its type is
+    another such dataclass. The command receives the dataclasses with the values of the command line. A field without
+    a panel is in the panel of its dataclass, or of the outer dataclass.
     """
     hints = _hints(command)
     parameters: list[Parameter] = []
@@ -113,7 +113,7 @@ def _in_panel(parameter: Any, hint: Any, panel: str | None) -> Any:
 
 
 def build_flags(hint: Any, name: str, values: Mapping[str, Any]) -> Any:
-    """Return the dataclass `hint` with the values of the command line; for another type, the value of `name`."""
+    """Return the dataclass `hint` with the values of the command line; if `hint` is no dataclass, return `name`'s."""
     if not _is_flags(hint):
         return values[name]
     hints = _hints(hint)

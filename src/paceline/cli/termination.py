@@ -23,8 +23,8 @@ class Terminated(KeyboardInterrupt):
 def raise_on_sigterm() -> None:
     """Raise Terminated in the main thread at SIGTERM, so that ``finally`` and ``with`` blocks run.
 
-    SIGHUP, which a closing terminal sends, is treated in the same way unless it is ignored (nohup). Python ignores
-    exceptions raised in a callback of C code (LLVM's, while it compiles) or while an object is freed. If Python ignores
+    SIGHUP, which a closing terminal sends, also raises Terminated unless it is ignored (nohup). Python ignores an
+    exception raised in a callback of C code (for example LLVM's) or while an object is freed. If Python ignores
     Terminated or Ctrl-C's exception, this process sends the signal to itself again a moment later.
     """
     if threading.current_thread() is threading.main_thread():

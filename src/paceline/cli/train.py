@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def train(context: typer.Context, flags: TrainFlags) -> None:
     """Train a click model on parameter servers.
 
-    The processes are on this machine, or (--scheduler) those of a running cluster.
+    The command starts a cluster on this machine, or uses a running cluster (--scheduler).
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
@@ -52,7 +52,7 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
         tls=connection.tls.load(),
         quiet=flags.output.quiet,
         progressive=flags.output.progressive,
-        fork_server=context.obj,  # the fork server that main() has started, if any
+        fork_server=context.obj,  # the fork server that main() has started, or None
     )
     if flags.solver.plot is not None:
         write_plot(flags.solver.plot, list(result.block_passes))

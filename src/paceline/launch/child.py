@@ -64,7 +64,7 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
         nonlocal was_ready
         was_ready = True
         try:
-            print(endpoint.tcp, flush=True)  # a replacement can bind this address again, unlike a Unix socket's name
+            print(endpoint.tcp, flush=True)  # TCP, because a replacement cannot bind a Unix socket's name again
         except BrokenPipeError:  # the parent has ended, so this process will end too
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -80,7 +80,8 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
             replaces=options["replaces"],
         )
     finally:
-        if was_ready:  # if the scheduler never started, the parent removes the folder, because it may try again
+        # After a failed start the folder stays, because the parent may start another scheduler. The parent removes it.
+        if was_ready:
             shutil.rmtree(options["scratch"], ignore_errors=True)
 
 
@@ -103,7 +104,7 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
                 memory_limit=MemoryLimit(**options["memory_limit"]) if options.get("memory_limit") else None,
             )
         except (AddressError, DeadlineError) as error:
-            # This server should replace a dead server, but the cluster may have ended since the server died.
+            # This server should replace a dead server, but the cluster may have ended in the meantime.
             if options.get("extra") and not _answers(joining):
                 raise ConnectionLostError("the scheduler has ended") from error
             raise

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SCHEDULER_PORT: Final = 7337
 RENDEZVOUS_PORT: Final = 29500
-"""Default ports, of ``paceline scheduler`` and of ``paceline run`` on several machines."""
+"""The default ports of ``paceline scheduler`` and of ``paceline run`` on several machines."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
 """Fork children from a process that has already imported and loaded everything they need.
 
-A new interpreter needs a second to import NumPy and Numba and to load the kernels. A fork of a process that has done so
-takes milliseconds. The fork server (:mod:`paceline.launch.warm_parent`) has one thread and no other task. Forks are
-unsafe without ``os.fork``, on macOS, and if the fork server has other threads or torch. In these cases there is no fork
-server, or the fork server refuses, and children are spawned as new processes. This module imports little, so that the
-fork server starts early.
+A new interpreter needs a second to import NumPy and Numba and to load the kernels. A fork of a process that has already
+loaded them takes milliseconds. The fork server (:mod:`paceline.launch.warm_parent`) has one thread and no other task.
+Some systems cannot fork (Windows) or fork unsafely (macOS). A fork is also unsafe if the fork server has several
+threads or has imported torch. In all these cases children are started as new interpreters. This module imports little,
+so that the fork server starts early.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ CHILD: Final = "paceline.launch.child"
 _ANSWER_S: Final = 60.0
 _POLL_S: Final = 0.05
 _SLICE_S: Final = 0.5
-_UNREPORTED_S: Final = 2.0  # the longest wait for a status, because a stopped fork server reports no status
+_UNREPORTED_S: Final = 2.0  # the longest wait for an ended child's status: a stopped fork server never reports it
 _LOST_STATUS: Final = 255
-"""Status of a process whose fork server ended first, as in ``multiprocessing``; the real status is lost."""
+"""Status of a process whose fork server ended before it. The real status is unknown (as in ``multiprocessing``)."""
 _TITLE_BYTES: Final = 4096
 _ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""BLAS threads do not survive a fork, and the children do not use them."""
-# Let glibc use huge pages for its heap: this saves a tenth of the time of random lookups in a table of 10^7 rows.
+"""Variables for the fork server: a fork has no BLAS threads, and the children do not need them."""
+# glibc uses huge pages for its heap. Random lookups in a table of 10^7 rows then take a tenth less time.
 MALLOC: Final = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:"
     "glibc.malloc.trim_threshold=268435456"
 }
 
-# Leave out the current folder, because a user's select.py there would hide Python's. Add this package's folder again.
+# Remove the current folder ('') from sys.path, because a user's select.py there would hide Python's. Then add this
+# package's folder, which may be the current folder.
 _RUN_MODULE: Final = (
     "import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; "
     "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -119,7 +120,7 @@ class Forked:
         return self._status
 
     def _has_ended_unreported(self) -> bool:
-        """Return whether the process ended too long ago for a report by the fork server."""
+        """Return whether the process has ended, and the fork server has not reported the status in time."""
         if _is_running(self._identity):
             return False
         time_s = time.monotonic()
@@ -173,7 +174,7 @@ class ForkServer:
         return cls(own, process)
 
     def fork(self, arguments: Sequence[str], *, environment: Mapping[str, str], captured: bool) -> Forked:
-        """Fork a process with a pipe as standard input, and as output if `captured`. Raises ForkError."""
+        """Fork a process whose standard input (and output, if `captured`) is a pipe. Raises ForkError."""
         with contextlib.ExitStack() as child_ends, contextlib.ExitStack() as own_ends:
             stdin, own_stdin = _pipe(child_ends, own_ends, is_input=True)
             if captured:
@@ -234,7 +235,7 @@ class ForkServer:
                 self._line.close()  # otherwise a late reply would be read as the reply to the next request
                 self._line = None
                 if self._process is not None:
-                    # Otherwise the fork server might still fork the child that the caller now spawns.
+                    # The caller now starts the child in another way, so the fork server must not fork it too.
                     self._process.kill()
                 if not isinstance(error, OSError):
                     raise

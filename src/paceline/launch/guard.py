@@ -1,9 +1,9 @@
 """Wait until the parent is killed, then end the foreign programs that the parent started, and their children.
 
-Run this module as a file, ``python -I -S guard.py``. It imports only the standard library and starts in 15 ms. It reads
-lines from standard input: ``+GROUP`` and ``-GROUP`` when a process group has started or ended, and ``end`` when the
-parent ends regularly. If the input ends without ``end``, the parent was killed. Unlike Linux's PR_SET_PDEATHSIG, this
-works on every system and for grandchildren.
+Run this module as a file, ``python -I -S guard.py``. It imports only the standard library and starts in 15 ms. The
+parent writes lines to the guard's standard input: ``+GROUP`` and ``-GROUP`` when a process group has started or ended,
+and ``end`` when the parent ends regularly. If the input ends without ``end``, the parent was killed. Unlike Linux's
+PR_SET_PDEATHSIG, the guard works on every system, and ends the children of foreign programs too.
 """
 
 import os

@@ -10,7 +10,7 @@ from typing import Final
 
 
 def prepare_kernels(report: Callable[[str], None] | None = None) -> None:
-    """Compile the kernels unless the disk cache has them; `report` receives a note (default: standard error)."""
+    """Compile the kernels unless the disk cache has them. Before, pass a note to `report` (default: standard error)."""
     from paceline.tables.compile import compile_kernels, is_compiled
 
     if not is_compiled():
@@ -20,17 +20,17 @@ def prepare_kernels(report: Callable[[str], None] | None = None) -> None:
         else:
             report(text)
         _compile_side_by_side()
-        compile_kernels()  # load all kernels; this compiles the other half if the other process failed
+        compile_kernels()  # load all kernels, and compile the missing ones if the other process failed
 
 
 def _compile_side_by_side() -> None:
-    """Compile half of the kernels in this process and the other half in another process, through the disk cache."""
+    """Compile half of the kernels here and half in another process, which stores them in the disk cache."""
     from paceline.tables.compile import compile_remaining
 
     command = [sys.executable, "-c", _COMPILE_VALUES]
     try:
         other = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    # compile alone: no process can start, or Python is embedded and sys.executable is unknown
+    # the other process cannot start (sys.executable is unknown in an embedded Python), so the caller compiles all
     except (OSError, TypeError):
         return
     with other:
@@ -56,10 +56,10 @@ _PATIENCE_S: Final = 300.0
 
 @cache
 def load_kernels() -> None:
-    """Load the kernels that most processes call from the disk cache, so that no request waits for them.
+    """Load the frequently called kernels from the disk cache, so that no request waits for them.
 
-    Other kernels are loaded at their first call, in 5 ms each, because loading all of them takes half a second. Missing
-    kernels are compiled.
+    Other kernels are loaded at their first call, in 5 ms each, because loading all kernels takes half a second. If the
+    cache lacks kernels, compile them.
     """
     from paceline.tables.compile import compile_common, compile_kernels, is_compiled
 

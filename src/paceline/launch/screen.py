@@ -21,8 +21,8 @@ def label(text: str, number: int, *, coloured: bool) -> bytes:
 class LineSplitter:
     """Splits chunks of arbitrary bytes into complete lines.
 
-    A program may overwrite a line with carriage returns (a progress bar). Such a line becomes its final state on a
-    terminal; :meth:`glimpse` returns the current state.
+    A program may overwrite a line with carriage returns (a progress bar). The result then has only the line's final
+    state, and :meth:`glimpse` returns the current state.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,12 @@ class LineSplitter:
 
 
 def _shown(line: bytes) -> bytes:
-    """Return the final state of a line on a terminal, if no state is shorter than the previous one."""
+    """Return the final state of a line. It is exact if no state is shorter than the state that it overwrites."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 class Screen:
-    """Standard output and error of this process, for complete lines."""
+    """Writes complete lines to standard output and standard error of this process."""
 
     def __init__(self, name_of: Callable[[int], str] | None) -> None:
         """`name_of` returns the label of a process by its number; None: lines have no labels."""

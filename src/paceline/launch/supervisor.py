@@ -1,8 +1,8 @@
 """Start, watch, replace and end child processes, including their own children.
 
-A child ends with its parent, however the parent ends. The child's standard input is a pipe from the parent, and the
-child ends when the pipe closes (:func:`watch_parent`). A foreign program does not watch its input. Therefore a guard
-(``guard.py``), which is another child, ends the process groups of foreign programs.
+A child always ends when its parent ends, even if the parent is killed. The child's standard input is a pipe from the
+parent, and the child ends when the pipe closes (:func:`watch_parent`). A foreign program does not watch its input.
+Therefore another child, the guard (``guard.py``), ends the process groups of foreign programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 from paceline.transport.backoff import Backoff
 
 _LEFTOVERS_S = 1.0
-SHORT_LIFE_S = 5.0  # after a replacement with a shorter life, the next replacement waits
+SHORT_LIFE_S = 5.0  # if a replacement dies within this time, the next replacement starts after a pause
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
 
@@ -85,7 +85,7 @@ class Supervisor:
     def start(self, name: str, launch: Launch, *, is_foreign: bool = False) -> Child:
         """Start a process with `launch`, which must put it into its own session.
 
-        A foreign program is not part of Paceline. If this process is killed, a guard ends the program and its children.
+        A foreign program is not part of Paceline. If this process is killed, the guard ends it and its children.
         """
         if is_foreign:
             self._guard.start()
@@ -138,7 +138,7 @@ class Supervisor:
         return [(name, status) for name, status in statuses if status is not None]
 
     def signal(self, child: Child, number: int, *, group: bool = False) -> None:
-        """Send a signal to a child; with `group`, to a foreign program's group, even after the program's end."""
+        """Send a signal to a child. With `group`, send it to a foreign program's group, even if the program ended."""
         if group and child.is_foreign:
             self._guard.signal(child.process.pid, number)
         else:
@@ -150,9 +150,10 @@ class Supervisor:
             self._is_closing.set()
 
     def close(self, grace_s: float, number: int | None = None) -> None:
-        """End every process, the last first; kill processes that live longer than `grace_s`. Idempotent.
+        """End every process, the last first; kill processes that live longer than `grace_s` seconds. Idempotent.
 
-        Closing a process's standard input requests its end. If `number` is given, all processes first get this signal.
+        The method closes each process's standard input, which requests its end. If `number` is given, it first sends
+        this signal to all processes.
         """
         self.stop_replacing()
         started = _descendants([child.process.pid for child in self.living() if child.is_foreign])
@@ -286,4 +287,4 @@ def _close_pipe(pipe: IO[bytes] | None) -> None:
         if pipe is not None:
             pipe.close()
     except BrokenPipeError:
-        pass  # the pipe had buffered data, but its reader has ended
+        pass  # the reader has ended before it read all data

@@ -1,9 +1,9 @@
 """The fork server's process: import the children's common modules, fork on request, report exit statuses.
 
-``python -m paceline.launch.warm_parent LINE MODULE``: a :class:`~paceline.launch.fork_server.ForkServer` holds the
-other end of the socket LINE. This process ends when the socket closes; its children watch their own pipes. A child
-starts like a new interpreter, with its own session, standard streams, environment, folder, signal handlers, temporary
-folder and random numbers.
+A :class:`~paceline.launch.fork_server.ForkServer` runs ``python -m paceline.launch.warm_parent LINE MODULE`` and has
+the other end of the socket LINE. This process ends when the socket closes. Its children do not end then, because each
+child watches a pipe of its own. A child starts like a new interpreter, with its own session, standard streams,
+environment, folder, signal handlers, temporary folder and random numbers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WarmParent:
         if reason is not None:
             self._answer({"refused": reason})
         else:
-            gc.freeze()  # then the garbage collector does not change pages, which stay shared with the children
+            gc.freeze()  # the garbage collector then writes no pages of loaded objects, so children can share them
             try:
                 pid = os.fork()
             except OSError as error:  # no memory, or too many processes
@@ -136,7 +136,7 @@ def reason_not_to_fork() -> str | None:
 
 
 def set_title(words: list[str]) -> None:
-    """Replace this process's command line by these words, on Linux, if they fit."""
+    """On Linux, let tools like ps show `words` as this process's command line, if they fit into its memory."""
     try:
         with open("/proc/self/stat", "rb") as stat:
             start, end = (int(word) for word in stat.read().rpartition(b")")[2].split()[45:47])
@@ -164,7 +164,7 @@ def serve(line: socket.socket, module: Any) -> NoReturn:
 
 
 def main() -> NoReturn:
-    gc.disable()  # the loaded objects are permanent
+    gc.disable()  # all loaded objects are needed until the end, so there is nothing to collect
     module = importlib.import_module(sys.argv[2])
     module.prepare()
     serve(socket.socket(fileno=int(sys.argv[1])), module)

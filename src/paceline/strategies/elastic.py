@@ -45,7 +45,7 @@ class ElasticOptions(StrategyOptions):
     strategy: ClassVar[str] = "all-reduce"
 
     min_ranks: int
-    """The training ends if fewer ranks live."""
+    """The training ends if fewer ranks than this are alive."""
     num_ranks: int
     """Number of ranks at the start; the launcher replaces dead ranks up to this number."""
     global_batch: int | None = None
@@ -75,7 +75,7 @@ def choose_elastic(flags: ElasticFlags, processes: int) -> ElasticOptions | None
     if flags.global_batch is not None and flags.global_batch < 1:
         raise UsageError(f"--global-batch {flags.global_batch}: expected 1 or more")
     if flags.balance and flags.global_batch is None:
-        raise UsageError("--balance: needs a number of samples that the ranks divide. Pass --global-batch N too")
+        raise UsageError("--balance: the number of samples for all ranks is missing. Pass --global-batch N too")
     if flags.drop_stragglers is not None and not 1 < flags.drop_stragglers < math.inf:
         raise UsageError(f"--drop-stragglers {flags.drop_stragglers}: expected a number greater than 1")
     return ElasticOptions(

@@ -142,8 +142,8 @@ def choose_strategy(
     name = spec.name
     if spec.is_one_process and processes > 1:
         raise UsageError(
-            f"strategy {name} is one process, got {processes} processes. Choose all-reduce, parameter-server or hybrid "
-            "for several"
+            f"strategy {name} runs in one process, got {processes} processes. For several, choose all-reduce, "
+            "parameter-server or hybrid"
         )
     given = {} if flags is None else flags.given()
     _check_flags(spec, given)

@@ -32,7 +32,7 @@ class ShardingOptions(StrategyOptions):
     strategy: ClassVar[str] = "sharded"
 
     units: tuple[str, ...]
-    """Names of modules that are gathered as a whole, with ``*`` for any part of a name; empty: chosen by model."""
+    """Names of modules whose parameters are gathered together (``*``: any part of a name); empty: choose by model."""
     shards: int
     """Number of processes that share one model."""
     data_parallel: int

@@ -70,11 +70,11 @@ class StrategySpec:
     flags: tuple[str, ...] = ()
     """Fields of :class:`~paceline.strategies.StrategyFlags` that the strategy uses."""
     without_flags: str = ""
-    """The reason in error messages why other strategies do not use the flags, such as ``has no pipeline stages``."""
+    """The reason why other strategies do not use the flags, for error messages: ``has no pipeline stages``."""
     choose_options: Callable[[Mapping[str, Any], int | None], StrategyOptions | None] | None = None
     """Create the options, given the flags by name and the number of processes. Raises UsageError.
 
-    If `flags_set_processes`, the number may be None; the options then contain the number that the flags require.
+    If `flags_set_processes`, the number may be None. The options then contain the number that the flags require.
     """
     flags_set_processes: bool = False
     """Whether the flags determine the number of processes if ``--nproc-per-node`` is missing."""

@@ -1,4 +1,4 @@
-"""The public test kit: conformance suites, servers in a thread."""
+"""The public test kit: suites that check implementations of an interface, and servers in a thread."""
 
 from paceline.testing.collectives import COLLECTIVE_CHECKS, check_collectives
 from paceline.testing.engines import ENGINE_CHECKS, check_engine

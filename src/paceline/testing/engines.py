@@ -36,7 +36,7 @@ _STUBBORN: Final = "signal.signal(signal.SIGTERM, signal.SIG_IGN); (folder / 're
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
-    """The engine of a check, and a folder of its own that this machine shares with the nodes."""
+    """The engine of a check, and the check's folder, which this machine shares with the nodes."""
 
     make: Callable[[], RunEngine]
     folder: Path
@@ -65,14 +65,14 @@ class EngineSetting:
         return end
 
     def wait_alive(self, engine: RunEngine) -> None:
-        """Poll an engine until a program lives."""
+        """Poll an engine until a program is running."""
         deadline = time.monotonic() + self.timeout_s
         while not (self.folder / "alive").exists():
             assert engine.poll() is None, "the run ended too early"
             assert time.monotonic() < deadline, f"the program did not start within {self.timeout_s:g} s"
 
     def check_dead(self) -> None:
-        """Check that no program lives."""
+        """Check that no program is running."""
         size = (self.folder / "alive").stat().st_size
         time.sleep(_QUIET_S)
         assert (self.folder / "alive").stat().st_size == size, "a program still runs after the end of the run"
@@ -83,7 +83,7 @@ def check_description(setting: EngineSetting) -> None:
     roles = [setting.role(_LIVE, name="servers"), setting.role(_LIVE, num_nodes=2)]
     with setting.make() as engine:
         text = engine.describe(roles)
-        end, _ = setting.run(setting.role("", name="empty"))  # takes as long as the start of a program
+        end, _ = setting.run(setting.role("", name="empty"))  # this run gives a wrongly started program time to appear
         assert end == RunEnd(0, None), end
     for role in roles:
         assert all(word in text for word in role.command), text

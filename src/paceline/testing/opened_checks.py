@@ -1,4 +1,4 @@
-"""Check a transport's connections that an event loop opens."""
+"""Check the connections that a transport's client opens in an event loop."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Inbox(Handler):
     async def wait_end(self) -> Exception | None:
         """Wait for the connection to end once, and return the reason."""
         await self._wait(lambda: bool(self.ends))
-        await asyncio.sleep(0.02)  # time for an incorrect second report
+        await asyncio.sleep(0.02)  # time for a second report, which would be an error
         assert len(self.ends) == 1
         return self.ends[0][1]
 

@@ -23,7 +23,7 @@ from paceline.testing.group_arrays import (
 
 
 def check_barrier(group: Group) -> None:
-    """Barriers end, alone and between other calls."""
+    """Barriers complete, both in sequence and between other calls."""
     for number in range(50):
         group.barrier()
         if number % 10 == 0:

@@ -33,11 +33,11 @@ def run_ranks(
     within: timedelta = timedelta(seconds=60),
     **join_options: Any,
 ) -> list[_T]:
-    """Join ``size`` ranks, threads of this process, call ``function(group)`` on each, and return the results.
+    """Run ``function(group)`` on ``size`` ranks, which are threads of this process, and return the results.
 
     ``hosts`` has the number of each rank's simulated host; ranks of different hosts share no memory and use TCP.
-    ``join_options`` are those of :func:`paceline.collectives.join`. Raises AssertionError, which names the ranks: if
-    ranks raise (the first error is the cause), or if ranks run longer than ``within`` (with their stacks).
+    ``join_options`` are those of :func:`paceline.collectives.join`. Raises AssertionError if ranks raise (the first
+    error is the cause) or run longer than ``within`` (the text has their stacks). The text names these ranks.
     """
     store = MemoryStore()
     results: list[Any] = [None] * size

@@ -66,7 +66,7 @@ def check_echo(setting: Setting) -> None:
     channel.receive(got, TIMEOUT_S)
     assert np.array_equal(got, floats)
     statistics = channel.statistics()
-    assert 27 <= statistics.frames_sent <= 28  # a transport may count the frame of the handshake
+    assert 27 <= statistics.frames_sent <= 28  # a transport may also count the handshake's frame
     assert 27 <= statistics.frames_received <= 29
 
 

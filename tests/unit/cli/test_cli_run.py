@@ -66,7 +66,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         ("--strategy all-reduce --replicas 2 s.py", "Leave --replicas 2 out"),
         ("--strategy parameter-server --replicas 1 s.py", "a row and its replicas need 2 servers"),
         ("--servers 2 --replicas 2 s.py", "a row and its replicas need 3 servers"),
-        ("--strategy mirrored --nproc-per-node 2 s.py", "strategy mirrored is one process"),
+        ("--strategy mirrored --nproc-per-node 2 s.py", "strategy mirrored runs in one process"),
         ("--log-dir file/x s.py", "--log-dir file/x: cannot create this folder"),
         ("--log-dir file s.py", "--log-dir file: cannot create this folder"),
         ("--job worker s.py", "--job worker is for --cluster"),

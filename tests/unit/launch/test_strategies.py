@@ -26,7 +26,7 @@ def test_every_strategy_by_name(name: str) -> None:
     assert choice.name == name
     assert (choice.servers, choice.consistency is not None) == ((1, True) if needs_servers(name) else (0, False))
     if STRATEGIES[name].is_one_process:
-        with pytest.raises(UsageError, match=f"strategy {name} is one process, got 2"):
+        with pytest.raises(UsageError, match=f"strategy {name} runs in one process, got 2"):
             choose_strategy(name, processes=2)
     else:
         assert choose_strategy(name, processes=2).name == name

@@ -1,4 +1,4 @@
-"""The interface of an engine: start the roles of a run, report their end, and describe this process's place."""
+"""The interface of an engine, such as Slurm, which starts the roles (kinds of processes) of a run on several nodes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRole:
-    """Equal processes of a run. Raises UsageError for a command that is not UTF-8."""
+    """The processes of a run that have the same command. Raises UsageError for a command that is not UTF-8."""
 
     name: str
     command: tuple[str, ...]
     num_nodes: int
-    """Number of nodes, with one process each. The nodes of all roles are the same, from the first."""
+    """Number of nodes, with one process each. Every role starts at the first node, so roles share nodes."""
     num_cpus: int
     """Number of cores of each process."""
     files: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class RunRole:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """The end of all roles of a run."""
+    """The result of a run whose roles have all ended."""
 
     status: int
     """The exit status of the run, 0 to 255."""
@@ -42,7 +42,7 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The place of this launcher among the launchers that an engine has started."""
+    """The number and the node of this launcher among the launchers that an engine has started."""
 
     launcher: int
     """Number of this launcher, from 0."""
@@ -59,11 +59,11 @@ class Placement:
     step: str = ""
     """Identifier of these launchers within the job."""
     num_ranks: tuple[int, ...] | None = None
-    """Number of ranks of each launcher; None for equal numbers, which the options contain."""
+    """Number of ranks of each launcher; None if the options set one number for all launchers."""
 
 
 class RunEngine(ABC, Closing):
-    """Runs the roles of one run. It cancels them at :meth:`close`, unless they have ended."""
+    """Runs the roles of one run. :meth:`close` cancels the roles that have not ended."""
 
     @abstractmethod
     def describe(self, roles: Sequence[RunRole]) -> str:
@@ -71,23 +71,23 @@ class RunEngine(ABC, Closing):
 
     @abstractmethod
     def start(self, roles: Sequence[RunRole]) -> None:
-        """Request the processes of all roles. The run ends with its last role, or if another role fails.
+        """Request the processes of all roles. The run ends when its last role ends or another role fails.
 
         Raises UsageError if the engine is not installed or rejects the request.
         """
 
     @abstractmethod
     def poll(self) -> RunEnd | None:
-        """Print new output and changes of the state; return the end of the run. It waits half a second at most."""
+        """Print new output and changes of the state; return the result if the run has ended. Waits at most 0.5 s."""
 
     @abstractmethod
     @override
     def close(self) -> None:
-        """Cancel the run, unless it has ended, and wait until nothing is allocated. Idempotent."""
+        """Cancel the run unless it has ended, and wait until its resources are free. Idempotent."""
 
 
 def check_utf8(texts: Iterable[str]) -> None:
-    """Raise UsageError for a text that is not UTF-8, because scripts, messages and manifests must be."""
+    """Raise UsageError for a text that is not UTF-8, because scripts, messages and manifests must be UTF-8."""
     for text in texts:
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise UsageError(f"{text!r} is not UTF-8, so an engine cannot pass it on. Rename it")

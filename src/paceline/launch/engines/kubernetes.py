@@ -23,13 +23,13 @@ from .pod_logs import MOST_LINES, PodLog
 from .pods import PodGroup
 
 _LABEL: Final = "paceline-run"
-"""Label of all objects of a run, with the run's identifier: objects of other runs are never deleted."""
+"""Label of all objects of a run. Its value is the run's identifier, so that no run deletes objects of another run."""
 _PATIENCE_S: Final = 30.0
 _WAIT_S: Final = 0.5
 _POLL_S: Final = 2.0
 _DRAIN_S: Final = 30.0
 _DELETE_S: Final = 90.0
-"""Time for the pods to end, of which Kubernetes gives them 30 seconds by default."""
+"""Time limit for the end of the pods. Kubernetes kills a pod 30 seconds after the request to end, by default."""
 
 
 class Kubernetes(RunEngine):
@@ -41,7 +41,7 @@ class Kubernetes(RunEngine):
         self._requested: list[Manifest] = []
         self._groups: list[PodGroup] = []
         self._logs: dict[str, PodLog] = {}
-        """By the unique identifier of the pod."""
+        """The logs of the pods, by a pod's unique identifier."""
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._reported: set[str] = set()
         self._created_s = self._polled_s = 0.0
@@ -67,7 +67,7 @@ class Kubernetes(RunEngine):
             report(f"{group.name} is created in namespace {api.namespace}; Ctrl-C deletes it")
 
     def _manifests_of(self, role: RunRole, last: RunRole) -> list[Manifest]:
-        """Return the manifests of a role; the last one owns its pods."""
+        """Return the manifests of a role. The object of the last manifest owns the role's pods."""
         pods = self._pods if role is last else replace(self._pods, name=f"{self._pods.name}-{role.name}")
         return manifests_of_run(pods, self._token, role.num_nodes, role.command)
 
@@ -115,7 +115,7 @@ class Kubernetes(RunEngine):
         return self._find_end() or self._check_start()
 
     def _find_end(self) -> RunEnd | None:
-        """Return the end of the last role or of a role that has failed, once the output of its pods is printed."""
+        """If the last role has ended or another role has failed, print the remaining output and return the result."""
         ends = [group.find_end() for group in self._groups]
         end = ends[-1] or next((end for end in ends if end is not None and end.status), None)
         if end is not None:
@@ -188,7 +188,7 @@ class Kubernetes(RunEngine):
                 requested.pop()
             self._wait_deleted(deleted)
         finally:
-            for manifest in requested:  # after a second Ctrl-C
+            for manifest in requested:  # a second Ctrl-C has interrupted the deletion
                 report(f"{manifest['kind']} may still exist. Run `{self._deletion_of(manifest)}`")
             for log in self._logs.values():
                 log.stop()
@@ -198,7 +198,7 @@ class Kubernetes(RunEngine):
             self._print_lines(0.0)
 
     def _delete(self, manifest: Manifest) -> bool:
-        """Delete an object, unless it is of another run; return whether it still has to end."""
+        """Delete an object unless it belongs to another run. Return whether the object still exists for some time."""
         path = self._path_of(manifest)
         try:
             found = self._api.call("GET", path, patience_s=_PATIENCE_S)
@@ -207,7 +207,7 @@ class Kubernetes(RunEngine):
             options = {"propagationPolicy": "Foreground", "preconditions": {"uid": found["metadata"]["uid"]}}
             self._api.call("DELETE", path, body=options, patience_s=_PATIENCE_S)
         except ApiError as error:
-            if error.status not in (404, 409):  # deleted, and perhaps created again by another run
+            if error.status not in (404, 409):  # 404: already deleted; 409: another run has created it again
                 report(f"{manifest['kind']} is not deleted: {error}. Run `{self._deletion_of(manifest)}`")
             return False
         return True

@@ -25,7 +25,7 @@ _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/nam
 
 
 class ApiError(PeerError):
-    """The API server did not answer, or answered with an error."""
+    """The API server did not answer or reported an error."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -46,9 +46,9 @@ class ClusterApi:
 
     @classmethod
     def connect(cls, namespace: str | None) -> ClusterApi:
-        """Read the user's configuration of Kubernetes, or that of this pod; `namespace` overrides its namespace.
+        """Read the user's configuration of Kubernetes or, inside a pod, the pod's configuration.
 
-        Raises UsageError if there is none.
+        `namespace` overrides the configured namespace. Raises UsageError without a configuration.
         """
         try:
             import yaml
@@ -89,7 +89,7 @@ class ClusterApi:
         *,
         patience_s: float = 0.0,
     ) -> dict[str, Any]:
-        """Return the object of a reply. Transient errors are tolerated for `patience_s`. Raises ApiError."""
+        """Send a request and return the object of the reply. Retry for `patience_s` after transient errors."""
         deadline_s = time.monotonic() + patience_s
         while True:
             try:
@@ -103,7 +103,7 @@ class ClusterApi:
 
     @contextlib.contextmanager
     def open_log(self, pod: str, query: Mapping[str, str]) -> Iterator[Any]:
-        """Yield the lines of a pod's log as a response of urllib3. Raises ApiError, also while it is read."""
+        """Yield a urllib3 response with the lines of a pod's log. The call and its reads raise ApiError."""
         path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
         with self._open("GET", path, query, None, _LOG_S) as response:
             yield response

@@ -4,7 +4,7 @@
 - ``jobset``: a JobSet (``jobset.x-k8s.io/v1alpha2``), which restarts all pods together
 - ``trainjob``: a TrainJob of Kubeflow Trainer (``trainer.kubeflow.org/v1alpha1``), whose pods have ``PET_`` variables
 
-A cluster that stands has a Deployment and a Service for the scheduler, a StatefulSet of servers and a Deployment of
+A permanent cluster has a Deployment and a Service for the scheduler, a StatefulSet of servers and a Deployment of
 workers.
 """
 
@@ -31,7 +31,7 @@ _TLS_FILES: Final = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}  # tho
 _GRACE_S: Final = 600
 """Time for a server to move its rows to other servers after SIGTERM."""
 _START_S: Final = 600
-"""Time for the scheduler's image to arrive, while servers and workers wait."""
+"""The longest wait of servers and workers for the scheduler, whose node may still download the image."""
 
 _LABEL: Final = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 _NAME = re.compile(rf"(?=[a-z]){_LABEL}")
@@ -81,7 +81,7 @@ class PodOptions:
         settings = {"volume": self.volume, "tls-secret": self.tls_secret, "restarts": self.restarts}
         for flag, value in settings.items() if self.kind == "trainjob" else ():
             if value:
-                raise UsageError(f"--kind trainjob: --{flag} belongs into the training runtime of Kubeflow")
+                raise UsageError(f"--kind trainjob: Kubeflow's runtime has this setting. Leave --{flag} out")
 
     @property
     def volumes(self) -> list[tuple[str, str]]:
@@ -101,10 +101,10 @@ def _check_name(flag: str, name: str | None, pattern: re.Pattern[str], most: int
 
 
 def manifests_of_run(pods: PodOptions, token: str, nnodes: int, command: Sequence[str]) -> list[Manifest]:
-    """Return the manifests for a command in several pods, the object that owns the pods last.
+    """Return the manifests for a command in `nnodes` pods. The object of the last manifest owns the pods.
 
-    ``paceline run`` finds its node in variables. The `token` is unused if the options name a Secret, or if there is one
-    pod.
+    Environment variables give each ``paceline run`` its node's number. The `token` is not used if the options name a
+    Secret, or for a single pod.
     """
     one_pod = nnodes == 1
     secret = [] if one_pod or pods.secret else [_secret(pods, token)]
@@ -119,7 +119,7 @@ def manifests_of_run(pods: PodOptions, token: str, nnodes: int, command: Sequenc
         network = {"enableDNSHostnames": True, "subdomain": pods.name, "publishNotReadyAddresses": True}
         specification = {"network": network, "failurePolicy": {"maxRestarts": pods.restarts}, "replicatedJobs": jobs}
         return [*secret, _object(pods, "jobset.x-k8s.io/v1alpha2", "JobSet", pods.name, specification)]
-    # If one node fails, the others end too, and Kubernetes counts each.
+    # If one node fails, the other nodes fail too, and Kubernetes counts every failed pod.
     limit = pods.restarts * nnodes
     job = {**indexed, "backoffLimit": limit, "template": _template(pods, "node", {**pod, "subdomain": pods.name})}
     service = [] if one_pod else [_headless(pods, pods.name, "node")]
@@ -129,9 +129,9 @@ def manifests_of_run(pods: PodOptions, token: str, nnodes: int, command: Sequenc
 def manifests_of_cluster(
     pods: PodOptions, token: str, num_servers: int, num_workers: int, command: Sequence[str]
 ) -> list[Manifest]:
-    """Return the manifests for a cluster that stands; `command` are the arguments after ``scheduler``."""
+    """Return the manifests for a permanent cluster. `command` has the arguments of ``paceline scheduler``."""
     join = ["--scheduler", pods.scheduler, "--wait", str(_START_S)]
-    # A scheduler that is started again waits for the members of its predecessor, and takes over the cluster.
+    # With --replaces, a restarted scheduler waits for the members of the previous scheduler and continues its cluster.
     scheduler = _pod(
         pods, ["paceline", "scheduler", "--host", "0.0.0.0", "--replaces", *_escape(command)], role="scheduler"
     )
@@ -156,7 +156,7 @@ def manifests_of_cluster(
 
 
 def manifests_of_training(pods: PodOptions, command: Sequence[str]) -> list[Manifest]:
-    """Return a Job for ``paceline train`` on the cluster of this name; `command` are the arguments after ``train``."""
+    """Return a Job for ``paceline train`` on the cluster of this name; `command` has the arguments of ``train``."""
     pod = _pod(pods, ["paceline", "train", "--scheduler", pods.scheduler, *_escape(command)], role="train")
     job = {"backoffLimit": pods.restarts, "template": _template(pods, "train", pod)}
     return [_object(pods, "batch/v1", "Job", f"{pods.name}-train", job)]
@@ -182,7 +182,7 @@ def format_manifests(manifests: Sequence[Manifest]) -> str:
 
 
 def _variables_of_node(pods: PodOptions, nnodes: int) -> list[Manifest]:
-    """Return the variables for one of several nodes, with the names of Kubeflow's."""
+    """Return the environment variables with a node's number and addresses. Their names are those of Kubeflow."""
     host = f"{pods.name}-node-0-0.{pods.name}" if pods.kind == "jobset" else f"{pods.name}-0.{pods.name}"
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [
@@ -194,7 +194,7 @@ def _variables_of_node(pods: PodOptions, nnodes: int) -> list[Manifest]:
 
 
 def _escape(arguments: Sequence[str]) -> list[str]:
-    """Return arguments in which Kubernetes expands no variable. Raises UsageError for arguments that are not UTF-8."""
+    """Escape ``$``, so that Kubernetes expands no variables. Raises UsageError for arguments that are not UTF-8."""
     check_utf8(arguments)
     return [argument.replace("$", "$$") for argument in arguments]
 

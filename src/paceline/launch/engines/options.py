@@ -13,7 +13,7 @@ from .manifests import PodOptions
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmFlags:
-    """The given options for a job of Slurm, unchecked."""
+    """The options for a job of Slurm as the user gave them, unchecked."""
 
     panel: ClassVar = "Slurm"
 
@@ -32,7 +32,7 @@ class SlurmFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags:
-    """The given options for engines, unchecked."""
+    """The options for engines as the user gave them, unchecked."""
 
     panel: ClassVar = "Engines"
 
@@ -51,7 +51,7 @@ class EngineFlags:
     pods: PodOptions = in_panel("Kubernetes", default=PodOptions())
 
     def check_only(self, engine: str | None) -> None:
-        """Raise UsageError for options that are not for `engine`; None: the run has no engine."""
+        """Raise UsageError for options of other engines than `engine`; None means a run without an engine."""
         for name, flags in (("slurm", self.slurm), ("kubernetes", self.pods)):
             if name != engine and (words := words_of(flags)):
                 raise UsageError(f"{words[0]} is for --on {name}. Pass --on {name} too, or leave {words[0]} out")

@@ -1,4 +1,4 @@
-"""The log of a pod, read in a thread from its first line to its last, also over several connections."""
+"""Read the whole log of a pod in a thread. If the connection ends early, reconnect and continue."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .manifests import CONTAINER
 _PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 8.0
 MOST_LINES: Final = 10_000
-"""Lines of all logs that are read but not yet printed. Then reading waits."""
+"""Maximum number of lines of all logs that are read but not yet printed. At this number, reading waits."""
 _WAIT_S: Final = 0.05
 _CLOSE_S: Final = 5.0
-"""Time for the thread to end. It may wait for an API server that does not answer."""
+"""Time limit for the end of the thread, which may wait for an API server that does not answer."""
 
 
 class PodLog:
@@ -26,12 +26,12 @@ class PodLog:
 
     def __init__(self, api: ClusterApi, pod: str, lines: queue.SimpleQueue[bytes]) -> None:
         self.is_over = False
-        """Whether the pod has ended. Set it, so that reading ends after the last line."""
+        """Whether the pod has ended. The owner sets this attribute. Reading then ends after the last line."""
         self.problem: str | None = None
-        """The reason why the API server rejects the reading."""
+        """The reason why the API server refuses to send the log."""
         self._api, self._pod, self._lines = api, pod, lines
         self._last, self._last_key, self._num_last = "", ("", ""), 0
-        """Time of the last line, the same for comparisons, and number of lines with this time."""
+        """The last line's time as text and as a comparable key, and the number of lines read with this time."""
         self._response: Any = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"log of {pod}", daemon=True)
@@ -47,7 +47,7 @@ class PodLog:
     def stop(self) -> None:
         """Request the end of reading."""
         self._closed.set()
-        with contextlib.suppress(AttributeError, ValueError, OSError):  # there is no connection, or it ends just now
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # not connected, or just disconnected
             self._response.shutdown()
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class PodLog:
         self._lines.put(line)
 
     def _read(self, *, is_last: bool) -> None:
-        """Read from the last line on. The end of the stream may cut a line, unless the pod has ended before."""
+        """Read from the last line on. The end of the connection may cut a line; with `is_last` no line is cut."""
         query = {"container": CONTAINER, "follow": "true", "timestamps": "true"}
         if self._last:
             query["sinceTime"] = self._last
@@ -102,6 +102,6 @@ class PodLog:
 
 
 def _key_of(time: str) -> tuple[str, str]:
-    """Return the seconds and the fraction of a time; the fraction may have any number of digits."""
+    """Return the seconds and the fraction of a time, as a key to compare times with different numbers of digits."""
     seconds, _, fraction = time.rstrip("Z").partition(".")
     return seconds, fraction.ljust(9, "0")

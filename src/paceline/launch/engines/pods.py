@@ -1,4 +1,4 @@
-"""The pods of a role on Kubernetes: their states, the reasons why they wait, and their end."""
+"""Read the states of a role's pods on Kubernetes, and find the reasons why pods wait or have ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN_CHARS: Final = 400
 _STATUSES_OF_SIGNALS: Final = (137, 143)
 _NEVER_STARTS: Final = {"InvalidImageName", "ErrImageNeverPull"}
 _STARTS: Final = {"", "ContainerCreating", "PodInitializing"}
-"""Reasons of containers that wait without a known problem."""
+"""Reasons for which a container waits although nothing is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +27,19 @@ class Pod:
     uid: str
     created: str
     node: str
-    """Number of its node in the run; empty if unknown."""
+    """Number of the pod's node in the run; empty if unknown."""
     has_started: bool
     is_over: bool
     has_failed: bool
     status: int
-    """Exit status of its container, once it has ended."""
+    """Exit status of the pod's container; None before its end."""
     finished: str
-    """Time of its end."""
+    """Time at which the container ended."""
     waits_for: str
-    """The reason why it has not started; empty if Kubernetes has not reported one."""
+    """The reason why the pod has not started; empty if Kubernetes has not reported a reason."""
     never_starts: bool
     failure: str
-    """The reason of its end, beyond the exit status."""
+    """Kubernetes' reason for the pod's failure, in addition to the exit status."""
 
 
 def read_pod(manifest: Mapping[str, Any]) -> Pod:
@@ -77,7 +77,7 @@ def _find_scheduling_problem(status: Mapping[str, Any]) -> str:
 
 
 class PodGroup:
-    """The pods of a role, and the object that owns them, as the API server last reported them."""
+    """The pods of a role and the object that owns them, as last reported by the API server."""
 
     def __init__(self, api: ClusterApi, manifest: Manifest, num_nodes: int) -> None:
         """`manifest` is the created object."""
@@ -95,7 +95,7 @@ class PodGroup:
         if found["metadata"]["uid"] != self._uid:
             raise ApiError("it was replaced", 404)
         self._object = found
-        # The object changes with the number of its active pods.
+        # The object has a new version whenever the number of its active pods changes.
         version = found["metadata"]["resourceVersion"]
         if not self.has_started or version != self._listed:
             self.pods = self._list_pods()
@@ -115,7 +115,7 @@ class PodGroup:
         )
 
     def find_end(self) -> RunEnd | None:
-        """Return the end of the role, with the status of the first pod that failed."""
+        """If the role has ended, return its result, with the status of the first pod that failed."""
         for condition in self._object.get("status", {}).get("conditions") or ():
             if condition["status"] == "True" and condition["type"] in ("Complete", "Completed"):
                 return RunEnd(0, None)
@@ -125,7 +125,7 @@ class PodGroup:
                 if not failed:
                     reason = _join(condition.get("reason", ""), condition.get("message", ""))
                     return RunEnd(1, f"{self.name} failed: {reason}")
-                # Kubernetes ends the other pods, perhaps within the same second.
+                # Kubernetes kills the other pods, perhaps in the same second, so prefer a status that is not a signal.
                 first = min(failed, key=lambda pod: (pod.finished or "~", pod.status in _STATUSES_OF_SIGNALS))
                 because = f" ({first.failure})" if first.failure else ""
                 return RunEnd(
@@ -134,7 +134,7 @@ class PodGroup:
         return None
 
     def describe_start(self) -> tuple[str, bool]:
-        """Return how many pods have started and why others wait; and whether they never start."""
+        """Return a text about the started and waiting pods, and whether the waiting pods can never start."""
         num_started = sum(pod.has_started for pod in self.pods)
         text = f"{self.name}: {num_started} of {self._num_nodes} pods have started"
         waiting = [pod for pod in self.pods if not pod.has_started and not pod.is_over]
@@ -158,7 +158,7 @@ class PodGroup:
         try:
             found = self._api.call("GET", path, {"fieldSelector": f"involvedObject.uid={uid},type=Warning"})
         except ApiError:
-            return ""  # the events need a permission of their own
+            return ""  # the user may lack the permission to read events
         events = sorted(found["items"], key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "")
         return _join(events[-1].get("reason", ""), events[-1].get("message", "")) if events else ""
 

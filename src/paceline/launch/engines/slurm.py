@@ -1,4 +1,4 @@
-"""Slurm: run the roles as one job of ``sbatch``, and follow it."""
+"""Slurm: run the roles as one job of ``sbatch``, print its output, and report its end."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .engine import Placement, RunEnd, RunEngine, RunRole, report
 from .options import EngineFlags
 
 _NOTICE_S: Final = 120
-"""Time between SIGTERM and the time limit with ``--requeue``."""
+"""With ``--requeue``, Slurm sends SIGTERM this long before the job's time limit."""
 _REPLY_S: Final = 60.0
 _PAUSE_S: Final = 0.5
 _POLL_S: Final = 2.0
-"""Time between two requests to Slurm, which many users share."""
+"""Time between two requests to Slurm. More requests would disturb other users."""
 _CANCEL_S: Final = 60.0
 _STATUS_OF_SIGTERM: Final = 143
 _SHOWN_CHARS: Final = 300
 _FIELD = re.compile(r"(?:^|\s)(JobState|Reason|ExitCode|NodeList|StdOut)=((?<=StdOut=).*|\S*)")
-"""A field of ``scontrol show job``. The path of the output may have spaces, and is the last field of its line."""
+"""A field of ``scontrol show job``. StdOut may contain spaces, and is the last field of its line."""
 _WAITING: Final = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _ENDED: Final = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
@@ -42,14 +42,14 @@ _NEVER_STARTS = re.compile(
     r"Partition(NodeLimit|TimeLimit|Config)|BadConstraints|Invalid(Account|QOS)|DependencyNeverSatisfied|JobHeldAdmin"
     r"|(QOS|Assoc)\w*PerJobLimit|.*held"
 )
-"""Slurm's reasons of jobs that wait until a person changes the job or the cluster."""
+"""Slurm's reasons for jobs that wait until a person changes the job or the cluster."""
 
 
 class Slurm(RunEngine):
-    """One job. The file of its output must be on a file system that this machine shares with the nodes."""
+    """Runs the roles as one job. Its output file must be on a file system that this machine shares with the nodes."""
 
     def __init__(self, flags: EngineFlags, name: str) -> None:
-        """`name` is the name of the job. Raises UsageError for options that a script cannot hold."""
+        """`name` is the name of the job. Raises UsageError for options of several lines: no script can contain them."""
         self._flags, self._queue_timeout_s = flags.slurm, flags.queue_timeout
         self._name = re.sub(r"[^\w.-]", "_", name)
         for value in (self._flags.partition, self._flags.time, *(self._flags.sbatch or ())):
@@ -62,13 +62,13 @@ class Slurm(RunEngine):
         self._output = ""
         """Path of the job's output; empty until the job has started."""
         self._num_printed = 0
-        """Number of bytes of the output that are printed."""
+        """Number of output bytes that this process has printed."""
         self._is_visible = False
-        """Whether this machine has the file of the output."""
+        """Whether the output file exists on this machine."""
 
     @override
     def describe(self, roles: Sequence[RunRole]) -> str:
-        """Return the script for ``sbatch``. The last role is its last step and uses all nodes and cores of the job."""
+        """Return the script for ``sbatch``. The last role is the job's last step and uses all its nodes and cores."""
         flags = self._flags
         settings = [
             f"job-name={self._name}",
@@ -103,7 +103,7 @@ class Slurm(RunEngine):
     @override
     def start(self, roles: Sequence[RunRole]) -> None:
         text = self.describe(roles)
-        # In its own session, Ctrl-C does not end it between the submission and its output.
+        # Ctrl-C must not kill sbatch after the submission and before it prints the job's number: use a new session.
         sbatch = _open("sbatch", "--parsable", start_new_session=True)
         try:
             output, errors = sbatch.communicate(text, _REPLY_S)
@@ -137,13 +137,13 @@ class Slurm(RunEngine):
         done = _call("scontrol", "show", "job", self._job)
         if done.returncode:
             if "Invalid job id" not in done.stderr:
-                return None  # the controller does not answer, but the job continues
+                return None  # Slurm's controller does not answer, but the job continues
             job, self._job = self._job, None
             return RunEnd(1, f"Slurm no longer lists job {job}, so its exit status is unknown")
         return self._handle(dict(reversed(_FIELD.findall(done.stdout))))
 
     def _handle(self, fields: Mapping[str, str]) -> RunEnd | None:
-        """Report a change of the job's state; return its end."""
+        """Report a change of the job's state. If the job has ended, return its result."""
         state, reason = fields.get("JobState", ""), fields.get("Reason", "None")
         output = fields.get("StdOut", "")
         if state in _ENDED:
@@ -194,11 +194,11 @@ class Slurm(RunEngine):
         self._print_output()
 
     def _print_output(self) -> None:
-        """Print new output. A network file system shows new data after the file was opened again."""
+        """Print new output. Open the file each time, because a network file system may show new data only then."""
         try:
             file = Path(self._output).open("rb")  # noqa: SIM115
         except OSError:
-            return  # a network file system shows the file later, or never
+            return  # a network file system may show the file later or, if the nodes do not share it, never
         with file:
             self._is_visible = True
             file.seek(self._num_printed)

@@ -1,8 +1,8 @@
 """ssh: run the roles on hosts where the user can log in without a password, over the system's ``ssh``.
 
-Each process has a connection of its own, with :mod:`.ssh_host` at its other end. All hosts are checked, and connect to
-each other, before the first process starts. Processes end with their connection, so they also end if this program is
-killed.
+Each process has its own connection to a host, where :mod:`.ssh_host` runs it. Before the first process starts, this
+program checks all hosts, and the hosts check that they can connect to each other. A process ends when its connection
+ends, so all processes end if this program is killed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _OPTIONS: Final = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInter
 _SSH: Final = ("ssh", "-T", *(f"-o{name}={value}" for name, value in _OPTIONS.items()))
 _PASSED_ON: Final = ("PACELINE_", "PYTHON", "OMP_")
 _REPLY_S: Final = 120.0
-"""Time for a host to log in, to import Paceline, and to check the request."""
+"""Time limit for the login on a host, the import of Paceline, and the check of the request."""
 _POLL_S: Final = 0.5
 _END_S: Final = 35.0
-"""Time for the processes to end after a request; ranks have 30 seconds for a checkpoint."""
+"""Time limit for the end of the processes after a request. Ranks have 30 seconds for a checkpoint."""
 _CLOSE_S: Final = GRACE_S + 10.0
-_LOST_STATUS: Final = 255  # of ssh, if it cannot connect or the connection is lost
+_LOST_STATUS: Final = 255  # status of ssh if it cannot connect or loses the connection
 _SHOWN_CHARS: Final = 300
 _HOST = re.compile(r"(?P<name>(?!-)(?:[\w.-]+@)?(?:[\w.-]+|\[[\w:.%]+\]))(?::(?P<count>\d{1,6}))?", re.ASCII)
 
@@ -95,7 +95,7 @@ class _HostProcess:
         self.errors: list[bytes] = []
         """Lines on standard error before the start."""
         self.num_open = 2
-        """Number of streams that were not read to their end."""
+        """Number of streams (output and error) that have not ended."""
         pipe = subprocess.PIPE
         try:
             self.ssh = subprocess.Popen(
@@ -105,19 +105,19 @@ class _HostProcess:
             raise UsageError("--hosts: no command ssh on this machine. Install OpenSSH's client") from None
 
     def status(self) -> int | None:
-        """Return the exit status, of ``ssh`` if the host has not reported one; None before all output was read."""
+        """Return the command's exit status, or ``ssh``'s if the host reported none; None while output may arrive."""
         if self.num_open or (status := self.ssh.poll()) is None:
             return None
         return status if self._reported is None else self._reported
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection has ended before the command."""
+        """Whether the connection ended before the command ended."""
         status = self.status()
         return self._reported is None and status is not None and (status == _LOST_STATUS or status < 0)
 
     def receive(self, lines: Sequence[bytes]) -> list[bytes]:
-        """Store a reply; return the output, in which a reply may follow an incomplete line."""
+        """Split lines into output and replies; store the reply and return the output."""
         output: list[bytes] = []
         for line in lines:
             text, mark, reply = line.partition(REPLY)
@@ -137,10 +137,10 @@ class _HostProcess:
 
 
 class Ssh(RunEngine):
-    """Processes on several hosts. The first host is the meeting place of the ranks."""
+    """Runs processes on several hosts. All ranks connect to the first host at their start."""
 
     def __init__(self, flags: EngineFlags, name: str) -> None:
-        """Raises UsageError for an unreadable list of hosts."""
+        """Raises UsageError for an invalid list of hosts."""
         assert flags.hosts is not None
         self._hosts = parse_hosts(flags.hosts)
         self._screen = Screen(self._hosts.names.__getitem__)
@@ -255,7 +255,7 @@ class Ssh(RunEngine):
             self._read(_POLL_S)
 
     def _read(self, timeout_s: float) -> None:
-        """Wait for output and print it. Replies are kept, and errors before the start."""
+        """Wait for output and print it, except replies and errors before the start, which are stored."""
         for key, _ in self._selector.select(timeout_s):
             process, splitter, is_error = key.data
             data = os.read(key.fd, 1 << 16)
@@ -294,7 +294,7 @@ def _find_address(name: str) -> str:
 
 
 def _variables_of(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for the hosts, with the token. They are not part of a command line, which is public."""
+    """Return the variables for the hosts, with the token. No command line contains them, because it is public."""
     variables = {name: value for name, value in inherited.items() if name.startswith(_PASSED_ON)}
     check_utf8([os.getcwd(), *variables.values()])
     token = environment().token
@@ -302,7 +302,7 @@ def _variables_of(inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def _explain(status: int, errors: Sequence[bytes]) -> str:
-    """Return the reason why a process has ended before its start."""
+    """Return the reason why the connection to a host ended before the process started there."""
     lines = [printable(line.decode(errors="replace").strip(), _SHOWN_CHARS) for line in errors if line.strip()]
     last = lines[-1] if lines else f"ended with status {status}"
     if status == _LOST_STATUS:

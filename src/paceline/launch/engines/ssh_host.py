@@ -1,7 +1,7 @@
 """The part of ``paceline run --hosts`` on a host: check the request, and run its command while the connection lasts.
 
-Standard input has one line per step: the request, the other hosts, the start, and perhaps the request to end. At its
-end the connection has ended, so the command must end too.
+Standard input has one line per step: the request, the other hosts, the start, and perhaps the request to end. If
+standard input ends, the connection has ended, so this module ends the command.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from paceline.transport.decoding import register_type
 from paceline.version import __version__
 
 REPLY: Final = b"\x1epaceline "
-"""Begins a reply on standard output, on which a host may print a greeting before."""
+"""The beginning of a reply on standard output. Other output, such as a host's greeting, may come before it."""
 GRACE_S: Final = 3.0
-"""Time for the command to end after the connection has ended."""
+"""Time limit for the end of the command after the connection has ended."""
 _CONNECT_S: Final = 5.0
 _MOST_PEERS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRequest:
-    """A command for a host, which :attr:`version` of Paceline must have."""
+    """A command for a host. The host must have this :attr:`version` of Paceline."""
 
     version: str
     folder: str
     files: tuple[str, ...]
-    """Files that the command needs, relative to the folder."""
+    """Paths of the files that the command needs, relative to the folder."""
     command: tuple[str, ...]
     variables: dict[str, str]
     first_host: str
@@ -52,7 +52,7 @@ class HostRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPeer:
-    """A host's open port."""
+    """The address and an open port of another host, to check that this host can connect to it."""
 
     name: str
     address: str
@@ -67,7 +67,7 @@ class HostReply:
     status: int | None = None
     """Exit status of the command, at its end."""
     address: str = ""
-    """Address of this host for the others."""
+    """The address at which other hosts can reach this host."""
     port: int = 0
     """A port on which this host listens until the start."""
 
@@ -83,7 +83,7 @@ def main() -> int:
     if problem is not None:
         _reply(HostReply(problem=problem))
         return 1
-    # Connections wait in the backlog, and are never accepted.
+    # The other hosts only check that they can connect, so this host never accepts their connections.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family, backlog=_MOST_PEERS) as listener:
         _reply(HostReply(address=host, port=listener.getsockname()[1]))
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def _read_line() -> str:
-    """Read one line from standard input. Ends this process if there is none, because the connection has ended."""
+    """Read one line from standard input. End this process at the end of input, because the connection has ended."""
     return read_line() or sys.exit(1)
 
 

@@ -1,7 +1,7 @@
 """Find the rank that caused a failure, its last output, and the tracebacks to show. Pure: the caller passes the time.
 
-The failure of one rank makes the other ranks fail: they lose its connection, or a collective ends. Their tracebacks
-add no information, may come first, and bury the important one.
+The failure of one rank makes the other ranks fail: they lose its connection, or a collective ends. The tracebacks of
+the other ranks add no information. They may come first, and would hide the traceback of the cause.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _CONSEQUENCE = re.compile(
     rb"|^KeyboardInterrupt\b"
 )
 _OF_RANK = re.compile(rb"^paceline\.[\w.]+Error: .*?\branks? (\d+)")
-"""Matches the first line of an error that every rank raises; the group is the rank that caused the error."""
+"""Matches the first line of an error that names the rank that caused it. The pattern's group is that rank's number."""
 _ASIDES = (b"Exception ignored", b"Error in atexit", b"Exception in thread")
 RECENT_LINES, RECENT_LINE_BYTES = 300, 4096
 _MAX_SHOWN_LINES, _NUM_PLAIN_LINES = 60, 10
 _QUIET_S = 1.0
 _HOLD_S = 10.0
-"""The longest wait for the end of a rank that other ranks lost. The rank may still write a file or wait for threads."""
+"""The longest wait for the end of a rank to which other ranks lost the connection. It may still be writing a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ def is_consequence(failure: RankFailure) -> bool:
     """Return whether another rank caused the failure, according to the rank's last traceback.
 
     The failure is a consequence if the first of the chained exceptions is a lost connection or names another rank,
-    because later exceptions then follow from it. If a program fails and then cannot close its group, the failure is its
-    own. A signal is the rank's own failure too, unless the program aborted itself.
+    because later exceptions then follow from it. A program that fails and then cannot close its group is itself the
+    cause. So is a rank that was killed by a signal, unless the program aborted itself.
     """
     if failure.status < 0 and failure.status != -signal.SIGABRT:
         return False
@@ -58,7 +58,7 @@ def is_consequence(failure: RankFailure) -> bool:
 
 
 def named_rank(failure: RankFailure) -> int | None:
-    """Return the first rank named in the first exception of the last traceback; None if there is none."""
+    """Return the first rank that the first exception of the last traceback names; None if it names no rank."""
     named = re.search(rb"\branks? (\d+)", _root(failure))
     return None if named is None else int(named[1])
 
@@ -74,7 +74,10 @@ def choose_culprit(failures: Sequence[RankFailure]) -> RankFailure | None:
 
 
 def follow_names(failures: Sequence[RankFailure]) -> tuple[RankFailure, int | None]:
-    """Follow the named ranks from the first failure; return the last failure reached and the rank that it names."""
+    """From the first failure, go to the failure of the rank that it names, and so on.
+
+    Return the last failure of this chain, and the rank that it names.
+    """
     by_rank = {failure.rank: failure for failure in failures}
     failure = failures[0]
     while (named := named_rank(failure)) in by_rank and named is not None:
@@ -83,13 +86,13 @@ def follow_names(failures: Sequence[RankFailure]) -> tuple[RankFailure, int | No
 
 
 def waiting_time(failures: Sequence[RankFailure], living: Sequence[int]) -> float:
-    """Return the seconds to wait for another failure, which may be the cause of `failures`."""
+    """Return how many seconds to wait for a later failure of another rank, which may be the cause of `failures`."""
     named = follow_names(failures)[1]
     return _HOLD_S if named is not None and named in living else _QUIET_S
 
 
 def last_words(last_lines: Sequence[bytes]) -> list[bytes]:
-    """Return a rank's last traceback with chained tracebacks and all later lines, or else its last lines."""
+    """Return a rank's last traceback, with its chained tracebacks and all later lines; without one, the last lines."""
     words = _last_traceback(last_lines)
     if not words:
         return list(last_lines[-_NUM_PLAIN_LINES:])
@@ -143,7 +146,7 @@ def _is_chained(lines: Iterable[bytes]) -> bool:
 
 
 class _HeldTraceback:
-    """A rank's output since the start of a traceback, not shown yet."""
+    """A rank's lines since the start of a traceback, which are not shown yet."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
@@ -152,11 +155,11 @@ class _HeldTraceback:
 
 
 class Tracebacks:
-    """Chooses when to show lines of the ranks' standard error: one complete traceback at a time, consequences last.
+    """Chooses when to show lines of the ranks' standard error, so that each traceback is shown as a whole.
 
-    A traceback is held until its exception has arrived. It is held longer if it is a consequence, or if another rank's
-    traceback was just shown, because a rank will probably end soon. Then :meth:`blame` shows only the tracebacks of
-    that rank. If no rank ends, all tracebacks are shown, in the order of each rank.
+    A traceback is held until its last line has arrived. It is held longer if another rank caused the failure, or if
+    another rank's traceback was just shown, because a rank will probably end soon. The caller then calls :meth:`blame`
+    with the rank that caused the failure, and only its tracebacks are shown. Without this call, all are shown.
     """
 
     def __init__(self) -> None:
@@ -189,7 +192,7 @@ class Tracebacks:
         return []
 
     def _continues(self, rank: int, time_s: float) -> bool:
-        """Return whether a traceback is probably chained to the rank's traceback that was just shown."""
+        """Return whether this rank's new traceback probably belongs to its traceback that was just shown."""
         return self._shown is not None and self._shown[0] == rank and time_s < self._shown[1] + _QUIET_S
 
     def _show(self, rank: int, time_s: float) -> list[bytes]:
@@ -197,25 +200,25 @@ class Tracebacks:
         return self._held.pop(rank).lines
 
     def due(self) -> float | None:
-        """Return the time at which :meth:`overdue` will next have lines; None if no lines are held."""
+        """Return the earliest time limit of held lines, when :meth:`overdue` returns them; None without limits."""
         if self._is_over:
             return None
         return min((held.until for held in self._held.values() if held.until is not None), default=None)
 
     def overdue(self, time_s: float) -> list[tuple[int, list[bytes]]]:
-        """Return the lines whose holding time is over, by rank."""
+        """Return the held lines whose time limit has passed, by rank."""
         if self._is_over:
             return []
         late = [rank for rank, held in self._held.items() if held.until is not None and held.until <= time_s]
         return [(rank, self._show(rank, time_s)) for rank in late]
 
     def blame(self, rank: int | None) -> list[bytes]:
-        """Show only this rank's lines from now on (None: no lines); return the rank's held lines."""
+        """Show only this rank's lines from now on (None: show no lines). Return the rank's held lines."""
         self._culprit, self._is_over = rank, True
         return self._held.pop(rank).lines if rank in self._held else []
 
     def finish(self) -> list[tuple[int, list[bytes]]]:
-        """At the end, return all held lines by rank; after :meth:`blame`, count and drop them instead."""
+        """End the output: return all held lines by rank or, after :meth:`blame`, drop and count them."""
         left = [(rank, held.lines) for rank, held in self._held.items()]
         self._held = {}
         if not self._is_over:

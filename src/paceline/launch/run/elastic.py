@@ -1,4 +1,4 @@
-"""Ranks that may die without the end of the run: their coordinator, and the replacements of dead ranks."""
+"""Run ranks that may die without ending the run: serve their coordinator, and replace dead ranks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from paceline.transport import TLS, Address
 from paceline.transport.backoff import Backoff
 
 _REPORT_TIMEOUT_S: Final = 300.0
-"""Time for all ranks to report after a failure, because a rank may compute for long between two exchanges."""
+"""Time limit for the ranks' reports after a failure. It is long: ranks may compute long before they detect it."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _MOST_FAILED_STARTS: Final = 5
-"""Replacements in a row that fail early; then dead ranks are not replaced any more."""
+"""After this many early failures of ranks in a row, dead ranks are not replaced any more."""
 _EARLY_S: Final = 60.0
-"""A failure of a replacement within this time of its start is early."""
+"""A failure within this time of the rank's start is early."""
 _KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
-"""Statuses of ranks that another process has ended. The script is not their cause."""
+"""Statuses of ranks that another process has killed. The failure is then not the script's."""
 
 
 class ElasticRun(Closing):
-    """Serves the coordinator of a run, and starts a new process for each dead one."""
+    """Serves the coordinator of a run, and starts a new process for each dead rank."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class ElasticRun(Closing):
         token: str,
         tls: TLS | None,
     ) -> None:
-        """`start` starts a rank's process. Raises AddressError if the coordinator cannot be served at `address`."""
+        """`start` starts a rank's process. Raises AddressError if `address` is not free for the coordinator."""
         self._start = start
         self._plans = {plan.rank: plan for plan in plans}
         self._ranks: dict[int, Rank] = {}
-        """The living ranks by incarnation."""
+        """The living ranks by the unique number (incarnation) of their process."""
         self._started_s: dict[int, float] = {}
         self._next_member = 0
         self._due: list[tuple[float, int]] = []
-        """Times of the next starts, with the rank's numbers in the output and the environment."""
+        """The replacements to start: the time of the start and the number of the rank."""
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._num_failed_starts = 0
         self._is_over = False
@@ -78,18 +78,18 @@ class ElasticRun(Closing):
         return rank
 
     def failure(self) -> str | None:
-        """Return the reason for which the ranks cannot continue."""
+        """Return the reason why the ranks cannot continue; None if they can."""
         return self._server.failure
 
     def ended(self, rank: Rank) -> str | None:
-        """Handle the end of a rank; return the message for the user, None after a good end."""
+        """Handle the end of a rank. Return a message for the user; None if the status is 0."""
         member = next(member for member, other in self._ranks.items() if other is rank)
         del self._ranks[member]
         life_s = time.monotonic() - self._started_s.pop(member)
         took_part = self._server.has_joined(member)
         self._server.ended(member, is_failure=bool(rank.status))
         if not rank.status:
-            self._is_over = self._is_over or took_part  # a newcomer may end before it takes part
+            self._is_over = self._is_over or took_part  # the training is over, unless the rank never took part
             return None
         assert rank.status is not None
         text = f"paceline run: rank {rank.rank} {describe_status(rank.status)}"

@@ -31,16 +31,16 @@ from paceline.launch.screen import Screen
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNAL_GRACE_S = 30.0
-"""Time for the ranks to end after a signal, for example to write a checkpoint; the default of torchrun."""
+"""Time limit for the end of the ranks after a signal, for example to write a checkpoint (torchrun's default)."""
 _FAILURE_GRACE_S = 3.0
 _GLIMPSE_S = 5.0
 _NOTE_S = 2.0
 _POLL_S = 1.0
-_MOST_FAILURES = 16  # that are remembered of ranks that may die
+_MOST_FAILURES = 16  # of an elastic run, in which ranks may fail any number of times
 
 
 class Signals(Closing):
-    """Forwards signals to the ranks during its block. The end of a child wakes the loop."""
+    """Forwards signals to the ranks during its block. Signals, and the ends of children, wake the loop."""
 
     def __init__(self, processes: RankProcesses) -> None:
         self.first: int | None = None
@@ -84,7 +84,7 @@ class Signals(Closing):
 
 
 class RunLoop:
-    """Runs the ranks until all have ended."""
+    """Runs the ranks until all ranks have ended."""
 
     def __init__(
         self,
@@ -152,12 +152,12 @@ class RunLoop:
 
     def _read(self, stream: Stream, selector: selectors.BaseSelector) -> None:
         if stream.pipe >= 0 and not stream.read():
-            # A readable pipe without data is closed by its rank, which may still run.
+            # A readable pipe without data means that the rank has closed it. The rank itself may still run.
             selector.unregister(stream.pipe)
             stream.close(drain=True)
 
     def _check(self, signals: Signals, selector: selectors.BaseSelector) -> None:
-        """Find the ranks that have ended, and a lost server."""
+        """Detect ranks that have ended, and the loss of a server."""
         for rank in self._processes.find_ended():
             for stream in rank.streams:
                 if stream.pipe >= 0:  # unregister before the pipe is closed, because its number may then be reused
@@ -240,7 +240,7 @@ class RunLoop:
     def _report_culprit(self, culprit: RankFailure) -> None:
         is_captured = any(rank.streams for rank in self._processes.ranks)
         if not is_captured and culprit.status > 0:
-            return  # the error of this rank is already the last text on standard error
+            return  # the rank has inherited standard error, so its error is already there
         report = describe_failure(
             culprit,
             world_size=self._world_size,

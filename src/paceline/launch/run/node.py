@@ -1,4 +1,4 @@
-"""The settings of one machine among several, from the environment, and its address."""
+"""Find the settings and the address of this machine, which is one of several machines of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAUSE_S = 1.0
 
 
 def wait_host(master_addr: str, patience_s: float) -> str:
-    """Return this machine's address for node 0. Waits until the name of node 0 is known, as engines add names late."""
+    """Return the address of this machine by which node 0 reaches it. Wait until the name of node 0 resolves."""
     end_s, is_noted = time.monotonic() + patience_s, False
     while True:
         try:
@@ -30,7 +30,7 @@ def wait_host(master_addr: str, patience_s: float) -> str:
 
 
 def with_variables(options: RunOptions) -> RunOptions:
-    """Return the options with the node's settings from the environment (Kubeflow), unless --nnodes differs."""
+    """Add the node's settings from Kubeflow's environment variables to the options, unless --nnodes differs."""
     variables = environment()
     if options.nnodes not in (None, variables.nnodes):
         return options

@@ -1,4 +1,4 @@
-"""Run a script on an engine: describe or start its roles, and follow them."""
+"""Run a script on an engine: print a description of its roles, or start them and wait for their end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_on_engine(options: RunOptions) -> int:
 
 
 def roles_of(options: RunOptions) -> list[RunRole]:
-    """Return the roles of a run, the ranks last. Raises UsageError for options that no node could use."""
+    """Return the roles of a run, the ranks last. Raises UsageError for options that cannot work on any node."""
     counts = None
     if options.engine.hosts is not None:
         options, counts = _on_hosts(options, options.engine.hosts)
@@ -57,7 +57,7 @@ def roles_of(options: RunOptions) -> list[RunRole]:
     assert options.script is not None
     script = (options.script, *(options.arguments or ()))
     threads = 1 if options.threads is None else options.threads
-    if options.engine.on == "kubernetes":  # the image has a Python of its own, and each pod runs a part of the servers
+    if options.engine.on == "kubernetes":  # use the image's Python; each pod also runs a part of the servers
         words = words_of(replace(options, engine=EngineFlags()))
         command = ("paceline", "run", *words, *script)
         return [RunRole(name="ranks", command=command, num_nodes=nnodes, num_cpus=num_ranks * threads)]
@@ -79,7 +79,7 @@ def roles_of(options: RunOptions) -> list[RunRole]:
 
 
 def _on_hosts(options: RunOptions, text: str) -> tuple[RunOptions, tuple[int, ...] | None]:
-    """Return the options with the number of nodes, and the number of ranks on each host, if given."""
+    """Return the options with the number of hosts as `nnodes`, and the number of ranks on each host, if given."""
     hosts = parse_hosts(text)
     if others := words_of(replace(options.engine, hosts=None, dry_run=False)):
         raise UsageError(f"{others[0]} is for --on, not for --hosts {text}. Leave {others[0]} out")

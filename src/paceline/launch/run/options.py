@@ -15,7 +15,7 @@ _COMMON, _SERVERS, _FAILURES, _MACHINES = "Common options", "Servers and traffic
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The given options, unchecked; None for missing options. Names and meanings are those of the command line."""
+    """The options as the user gave them, unchecked; None for missing options. ``paceline run --help`` explains them."""
 
     script: str | None = argument("Script to run (with -m: module).", show_default=False)
     arguments: list[str] | None = argument("Arguments of the script, passed unchanged.", show_default=False)
@@ -88,7 +88,7 @@ class RunOptions:
     filter_modules: FilterModuleFlags = in_panel(_SERVERS, default=FilterModuleFlags())
     """Servers import all these modules. Ranks import the modules named in `filters` and `pull_filters`."""
     tls: TLSFlags = in_panel(_MACHINES, default=TLSFlags())
-    """Settings for servers and for ranks on several machines; default: from the environment."""
+    """TLS for servers, and for ranks on several machines. By default, the environment has the settings."""
 
     def snapshot_variables(self) -> dict[str, str]:
         """Return the ranks' variables for snapshots."""

@@ -1,7 +1,7 @@
-"""The ranks that ``paceline run`` starts on this machine, and their environments; the file of a static cluster.
+"""Plan the ranks that ``paceline run`` starts on this machine, and read the file of a static cluster.
 
-The file, ``{"server": ["host:port", …], "worker": ["host:port", …]}``, is TensorFlow's ``cluster`` of TF_CONFIG; each
-process gets its job and its index as options. Pure, except for reading the file.
+The file, ``{"server": ["host:port", …], "worker": ["host:port", …]}``, has the format of ``cluster`` in TensorFlow's
+TF_CONFIG. Each process gets its job and its index as options. Pure, except for reading the file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ClusterFile:
     servers: tuple[Address, ...]
     """The servers' addresses; the scheduler listens at the first address."""
     workers: tuple[Address, ...]
-    """The workers' addresses. The ranks meet at the first one; of the other addresses only the hosts matter."""
+    """The workers' addresses. All ranks connect to the first address. The ports of the others are not used."""
 
     def check_task(self, job: str | None, index: int | None) -> tuple[str, int]:
         """Return job and index after checking that the cluster has this process. Raises UsageError."""
@@ -116,11 +116,11 @@ def _address(found: Any, task: str, name: str) -> Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The ranks of this launcher, and the address where all ranks meet."""
+    """The ranks of this launcher, and the address to which all ranks connect at their start."""
 
     ranks: tuple[int, ...]
     local_ranks: tuple[int, ...]
-    """The ranks' numbers on this host, in the order of `ranks`."""
+    """The local number of each rank on this host, in the order of `ranks`."""
     world_size: int
     local_world_size: int
     node: int
@@ -165,7 +165,7 @@ def lay_out_node(
 
 
 def lay_out_worker(cluster: ClusterFile, index: int) -> Layout:
-    """Return the rank of worker `index` in a cluster file. All ranks meet at worker 0."""
+    """Return the layout of worker `index` in a cluster file. All ranks connect to worker 0 at their start."""
     host = cluster.workers[index].host
     neighbours = [i for i, place in enumerate(cluster.workers) if place.host == host]
     first = cluster.workers[0]
@@ -181,7 +181,7 @@ def lay_out_worker(cluster: ClusterFile, index: int) -> Layout:
 
 
 def servers_of_node(servers: int, nnodes: int, node_rank: int) -> tuple[int, ...]:
-    """Return the servers that a node starts, assigned round robin."""
+    """Return the numbers of the servers that a node starts, assigned round robin."""
     return tuple(range(node_rank, servers, nnodes))
 
 
@@ -200,8 +200,8 @@ def plan_ranks(
 ) -> list[RankPlan]:
     """Return the ranks of this launcher with their environments.
 
-    `threads` is OMP_NUM_THREADS. If it is None, the user's own value is kept; without such a value, the cores are
-    divided among several ranks.
+    `threads` is OMP_NUM_THREADS. If it is None, the user's variable is used. Without the variable, several ranks
+    divide the cores.
     """
     inherited_variables = {
         name: value for name, value in inherited.items() if not name.startswith(_FOREIGN) and name not in _OWN
@@ -241,5 +241,5 @@ def plan_ranks(
 
 
 def command_of(python: str, script: str, arguments: Sequence[str], *, is_module: bool) -> list[str]:
-    """Return the command of every rank. Output is unbuffered, so that lines arrive when they are written."""
+    """Return the command of every rank. Its output is unbuffered, so that each line is shown immediately."""
     return [python, "-u", *(["-m"] if is_module else []), script, *arguments]

@@ -52,9 +52,9 @@ class RankProcesses:
         captured: bool,
         log_dir: Path | None,
     ) -> None:
-        """Start the ranks. If not `captured`, they inherit the standard streams. The first rank gets standard input.
+        """Start the ranks. Without `captured` they inherit the standard streams. Only the first rank has an input.
 
-        A log of an earlier rank with the same number is continued.
+        If an earlier rank with the same number has written a log, the new rank appends to it.
         """
         for plan in plans:
             logs: tuple[IO[bytes] | None, IO[bytes] | None] = (None, None)
@@ -94,7 +94,7 @@ class RankProcesses:
         return [rank for rank in self.ranks if rank.status is None]
 
     def find_ended(self) -> list[Rank]:
-        """Return the ranks that have ended, and for which :meth:`reap` was not called yet."""
+        """Return the ended ranks for which :meth:`reap` was not called yet."""
         return [rank for rank in self.living() if not rank.child.is_alive()]
 
     def reap(self, rank: Rank) -> None:

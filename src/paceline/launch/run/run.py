@@ -44,14 +44,14 @@ _OPTIONS_OF_RUN = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}  # script
 _DATA_SUFFIXES = {".csv", ".gz", ".jsonl", ".npy", ".npz", ".parquet", ".svm", ".tsv", ".txt", ".vw", ".zst"}
 _MOST_SCRIPT_BYTES = 16 << 20
 _HEARTBEAT_TIMEOUT_S = 30.0
-"""Timeout for stopped or disconnected processes.
+"""The scheduler declares a process dead after this time without a heartbeat.
 
-It is long, because a rank may be busy; broken connections reveal killed processes.
+The time is long, because a rank may be busy. A killed process is detected earlier by its broken connection.
 """
 
 
 def run_script(options: RunOptions) -> int:
-    """Run a script; return its status. Raises UsageError (before any process starts), PeerError (if one fails)."""
+    """Run a script; return its status. Raises UsageError before processes start, PeerError if a server fails."""
     memory_limit = options.memory.parse()
     check_script(options)
     options.engine.check_only(None)
@@ -122,8 +122,8 @@ def run_script(options: RunOptions) -> int:
 def _ignore_sigterm() -> Iterator[None]:
     """Ignore SIGTERM during the block, and in the child processes that start in it.
 
-    Slurm sends the signal to all processes of a job, but ranks need their servers to save a checkpoint. The servers end
-    after the ranks.
+    Slurm sends the signal to all processes of a job. The servers must ignore it and end after the ranks, because the
+    ranks need the servers to save a checkpoint.
     """
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -243,7 +243,7 @@ def check_script(options: RunOptions, *, is_here: bool = True) -> None:
 
 
 def _is_python(script: Path) -> bool:
-    """Return False for a file of data, by its ending, and for text with an invalid syntax unless it ends in ``.py``."""
+    """Return False for data files (by the suffix), and for files with invalid syntax unless the suffix is ``.py``."""
     if script.suffix.startswith(".py") or script.is_dir() or zipfile.is_zipfile(script):
         return script.suffix not in _DATA_SUFFIXES
     if script.suffix in _DATA_SUFFIXES or script.stat().st_size > _MOST_SCRIPT_BYTES:

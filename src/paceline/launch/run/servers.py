@@ -1,7 +1,7 @@
 """Run this machine's part of a run's scheduler and servers, and detect losses.
 
-With replicas, dead servers are replaced during the run, and several machines may share one cluster. In both cases an
-observer's link to the scheduler receives the cluster's map, which shows losses.
+With replicas, dead servers are replaced during the run. Several machines may share one cluster. In both cases this
+process connects to the scheduler as an observer, and the cluster's map shows losses.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Hello
 
 _LEAVING_S = 2.0
-"""The time in which a server that was declared dead must end without a signal; a stopped process never ends."""
+"""A server that was declared dead is killed after this time, because a stopped process does not end by itself."""
 _POLL_S = 0.5
 
 
 class News:
-    """Lines about dead and replaced processes, kept until the main thread prints them.
+    """Messages about dead and replaced processes, stored until the main thread prints them.
 
-    The thread of the link to the scheduler adds them. That thread also sends heartbeats, so it must not wait for a
-    reader of standard error. A server's death is reported when another server has joined.
+    The thread of the link to the scheduler adds them. This thread also sends heartbeats, so it must not wait for a
+    reader of standard error. The line about a server's death is kept until another server has joined.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,11 @@ class News:
         self._lines.append(line)
 
     def add_when_replaced(self, place: str, line: str) -> None:
-        """Store a line to print after another server has joined, unless the place already has one."""
+        """Store a line to print after another server has joined, unless a line for the server `place` is stored."""
         self._notes.setdefault(place, line)
 
     def take_servers(self, incarnations: Iterable[int], *, is_lost: bool) -> None:
-        """Update the members. If `is_lost`, drop the lines, because the loss itself is reported."""
+        """Process the living servers. If `is_lost` (data is lost), drop the lines, because the loss is reported."""
         present = set(incarnations)
         joined = set() if self._known is None else present - self._known
         self._known = present | (self._known or set())
@@ -64,7 +64,7 @@ class News:
 
 
 class RunServers(Closing):
-    """This machine's part of a cluster whose workers are the ranks; it prints reports about replaced processes."""
+    """This machine's scheduler and servers of a run, whose workers are the ranks. Prints the :class:`News`."""
 
     def __init__(self, workers: int, share: Share | None) -> None:
         """Create the object without processes; use :meth:`start` instead."""
@@ -138,11 +138,11 @@ class RunServers(Closing):
         machines wait until the scheduler has ended the servers. Raises PeerError if a required process is lost.
         """
         if self._share is not None:
-            # If this machine's ranks never connected, the script never connects: do not wait.
+            # If no rank has ever connected, the script does not use the servers: do not wait for other ranks.
             self._wait(lambda: self._runs_scheduler and not self.connected and (self._have_all_come or not self._seen))
 
     def serve(self) -> None:
-        """Wait until every worker has joined and left. The static cluster's first server then ends the cluster."""
+        """Wait until every worker has joined and left. In a static cluster, the first server then ends the cluster."""
         self._wait(lambda: self._runs_scheduler and not self.connected and self._have_all_come)
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class RunServers(Closing):
         self._print_news()
         self.cluster.close()
 
-    # Notices of the scheduler, in the link's thread.
+    # The link's thread calls the following methods for the scheduler's notices.
 
     def _watch_cluster(self) -> SchedulerLink:
         node = make_node_name("observer")
@@ -209,10 +209,10 @@ class RunServers(Closing):
             after = "its replicas serve its data, and another server replaces it"
             self._news.add_when_replaced(name, f"{name} {death}: {after}")
 
-    # Checks, in the caller's thread.
+    # The caller's thread calls the following methods.
 
     def _check(self) -> None:
-        """Print news, and kill servers that were declared dead but still live, so that they are replaced."""
+        """Print news. Kill servers that were declared dead but have not ended, so that the cluster replaces them."""
         self._print_news()
         with self._changed:
             time_s = time.monotonic()
@@ -243,7 +243,7 @@ class RunServers(Closing):
         return len(self._seen) >= self._num_workers
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until a condition is true or the cluster has ended regularly. Raises PeerError after a failure."""
+        """Wait until a condition is true or the cluster has ended without a failure. Raises PeerError after one."""
 
         def is_over() -> bool:
             routes = self._watch.newest

@@ -32,7 +32,7 @@ from paceline.transport.addresses import LOOPBACK, bind_tcp
 from paceline.transport.security.authentication import MAKE_TOKEN, check_token
 
 PATIENCE_S = 300.0
-"""Time for all machines to start."""
+"""Time limit for the start of all machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,12 @@ class Setup:
 
 
 def find_placement(options: RunOptions) -> Placement | None:
-    """Return this launcher's place under mpirun or srun, unless the options name one. Raises UsageError."""
+    """Return this launcher's place among those of mpirun or srun, unless the options set it. Raises UsageError."""
     if options.cluster or options.master_addr or options.node_rank is not None:
         return None
     if options.nnodes is not None and options.job is None:
         return None
-    # Under Slurm, mpirun starts one process per node with srun, so the variables of mpirun are the correct ones.
+    # Under Slurm, mpirun itself uses srun to start one process per node, so Slurm's variables would be wrong.
     variables = environment()
     placement = read_host_placement(variables) or read_mpi_placement(variables) or read_placement(os.environ)
     is_alone = placement is not None and placement.num_launchers == 1 and options.job is None
@@ -124,10 +124,10 @@ def _lay_out_node(options: RunOptions) -> Layout:
 
 
 def _lay_out_launcher(options: RunOptions, placement: Placement) -> Layout:
-    """Return the ranks of a launcher in a step; for a launcher of servers, the ranks of the first launcher."""
+    """Return the layout of a launcher in a step; for a launcher of servers, the layout of the first launcher."""
     has_ranks = options.job != "server"
     nnodes = placement.num_launchers if has_ranks else options.nnodes or 1
-    # The servers are another step of the same job, so both steps compute the port from the job.
+    # Servers and ranks may be two steps of one job. Both steps then compute the same port from the job.
     name = placement.job if options.job is not None else f"{placement.job}/{placement.step}"
     layout = lay_out_node(
         nproc_per_node=_num_processes(options, nnodes),
@@ -185,7 +185,7 @@ def _share_of_node(
 
 
 def _num_processes(options: RunOptions, nnodes: int) -> int:
-    """Return the number of processes of a node: the requested number, else a share of the strategy's, else 1."""
+    """Return a node's number of processes: as requested, else the node's part of the strategy's number, else 1."""
     if options.nproc_per_node is not None:
         return options.nproc_per_node
     spec = STRATEGIES.get(options.strategy or "")
@@ -250,7 +250,7 @@ def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
 
 
 def _bindable(place: Address) -> Address:
-    """Return the address to bind for a public address, because a host's own name may resolve to loopback."""
+    """Return the address to bind for a public address. On its host, the host's name may resolve to loopback."""
     return Address("tcp", own_host(place.host), place.port)
 
 

@@ -49,7 +49,7 @@ class Stream:
         self._show(self._splitter.glimpse())
 
     def close(self, *, drain: bool) -> None:
-        """Close the pipe; with `drain`, read the rest before. A last line without a line end is shown too."""
+        """Close the pipe; with `drain`, first read the rest. Show the last line even if it has no line end."""
         if self.pipe < 0:
             return
         try:
@@ -69,7 +69,7 @@ class Stream:
             return
         time_s, shown = self._clock(), []
         for line in lines:
-            # torch.distributed adds this prefix to traceback lines, which would hide them from the search.
+            # torch.distributed adds this prefix to lines of tracebacks. With it, tracebacks would not be recognized.
             line = line.removeprefix(self._torch_prefix)
             self.recent.append(line.rstrip(b"\r\n")[:RECENT_LINE_BYTES])
             shown += self._tracebacks.feed(self.rank, line, time_s)
