@@ -1,7 +1,7 @@
-"""Read click logs: files as shards, shards as minibatches of sparse examples.
+"""Read click logs. A file is read as shards, and a shard as minibatches of sparse examples.
 
 ``open_dataset(paths)`` detects the format and returns a :class:`Dataset`; ``dataset.read(file, shard, batch_size)``
-yields :class:`Batch`. The first read imports the parsers, which are kernels (:mod:`paceline.kernels.text`).
+yields :class:`Batch`. The parsers are kernels (:mod:`paceline.kernels.text`), which are imported at the first read.
 ``write_click_log(path)`` writes a synthetic log whose best possible AUC is known.
 """
 

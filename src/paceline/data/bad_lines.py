@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.errors import printable
 
 NUM_KEPT = 5
-"""The number of bad lines to record in full; later bad lines are only counted."""
+"""The number of bad lines to record in full. Further bad lines are only counted."""
 
 _MAX_TEXT = 80
 
@@ -36,14 +36,14 @@ class BadLines:
 
 
 def shorten(text: bytes | str) -> str:
-    """Return a line for a message: decoded, printable, at most 80 characters."""
+    """Return a line in a form for messages: decoded, printable, at most 80 characters."""
     if isinstance(text, bytes):
         text = text[: 4 * _MAX_TEXT].decode("utf-8", errors="replace")
     return printable(text[: 2 * _MAX_TEXT].rstrip("\r\n"), _MAX_TEXT)
 
 
 class BadLineLog:
-    """Counts bad lines by shard, so that repeated reading of a shard counts once."""
+    """Counts the bad lines of each shard, so that a shard that is read several times counts once."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], int] = {}
@@ -61,7 +61,7 @@ class BadLineLog:
             self._first += [(where, line) for line in first[: NUM_KEPT - len(self._first)]]
 
     def by_shard(self) -> dict[tuple[int, int], int]:
-        """Return the number of bad lines by file and shard, for shards with bad lines."""
+        """Return the number of bad lines of each shard, by file and shard, if it is not 0."""
         return dict(self._counts)
 
     def total(self) -> BadLines:

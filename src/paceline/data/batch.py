@@ -19,9 +19,9 @@ class Batch:
 
     `labels` float32 [n]: 0 or 1, unless the data set reads labels as numbers. `indptr` int64 [n+1]: row i has the pairs
     ``indptr[i]`` to ``indptr[i+1]``, and ``indptr[0]`` is 0. `keys` uint64 [pairs]. `values` float32 [pairs]; None if
-    all are 1. `weights` float32 [n]; None if all are 1. `fields` uint32 [pairs]: each pair's field, computed from its
-    name by :func:`paceline.kernels.hashing.field_of`; None if the position in the row determines the field, or if there
-    are no fields.
+    all are 1. `weights` float32 [n]; None if all are 1. `fields` uint32 [pairs]: the hash of each pair's field name
+    (:func:`paceline.kernels.hashing.field_of`). None if there are no fields, or if a pair's position in its row
+    determines its field.
     """
 
     labels: npt.NDArray[np.float32]
@@ -107,7 +107,7 @@ def _or_ones(array: npt.NDArray[np.float32] | None, count: int) -> npt.NDArray[n
 
 
 def rebatch(blocks: Iterable[Batch], batch_size: int) -> Iterator[Batch]:
-    """Split `blocks` into batches of `batch_size` rows, except the last. Copies only rows at the ends of blocks."""
+    """Turn `blocks` into batches of `batch_size` rows (the last may be smaller). Copies only rows at blocks' ends."""
     pending: list[Batch] = []
     missing = batch_size
     for block in blocks:
@@ -136,7 +136,7 @@ _ROW_BYTES, _PAIR_BYTES = 16, 12  # a row has a label, a weight and an `indptr` 
 
 
 def cut_by_bytes(batches: Iterable[Batch], num_bytes: int, multiple: int = 1) -> Iterator[Batch]:
-    """Split `batches` into batches of at most `num_bytes`, unless a single row is larger.
+    """Turn `batches` into batches of at most `num_bytes`. A larger row is a batch of its own.
 
     If more than `multiple` rows fit, the number of rows is a multiple of `multiple`, except in the last batch.
     """
@@ -171,7 +171,7 @@ def _num_bytes(indptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def fields_by_place(batch: Batch, categorical: Sequence[str]) -> npt.NDArray[np.uint32]:
-    """Return the fields of pairs, for rows with one pair per categorical column followed by numeric columns."""
+    """Return the fields of the pairs. A row has a pair per categorical column, then a pair per number."""
     at = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], np.diff(batch.indptr))
     of_categories = np.array([*map(field_of, categorical), 0], np.uint32)
     found = of_categories[np.minimum(at, len(categorical))]
@@ -185,7 +185,7 @@ def insert_lists(
     keys: npt.NDArray[np.uint64],
     num_numbers: npt.NDArray[np.int64],
 ) -> Batch:
-    """Insert the next `lengths[i]` keys into row i, before its last `num_numbers[i]` pairs, with value 1.
+    """Insert `lengths[i]` of the `keys`, with value 1, into row i, before its last `num_numbers[i]` pairs.
 
     `field` is the field of all keys, or an array with one field per key.
     """

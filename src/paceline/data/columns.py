@@ -26,7 +26,7 @@ _PLACE = re.compile(r"-?[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of csv and parquet files, or the fields of JSON lines, to read."""
+    """The columns (csv, parquet) or fields (JSON lines) to read."""
 
     label: str
     categorical: tuple[str, ...] = ()
@@ -46,8 +46,7 @@ class Columns:
     header: str = "auto"
     """Whether the first row of csv files has column names: yes, no, or auto."""
     trims: bool = True
-    """Whether blanks around categories are removed. Columns stored by older versions lack this value and keep the
-    blanks."""
+    """Whether blanks around categories are removed. In columns that an older version stored, the value is False."""
 
     def __post_init__(self) -> None:
         assert len(self.scales) in (0, len(self.numeric))
@@ -81,7 +80,7 @@ class Columns:
 
     @property
     def bins(self) -> ColumnBins | None:
-        """The bins of the numeric columns; None if no column has bins."""
+        """The bins of all numeric columns; None if no column has bins."""
         if not any(scale.edges for scale in self.scales):
             return None
         return ColumnBins(self.categorical, self.numeric, [scale.edges for scale in self.scales])
@@ -103,7 +102,7 @@ class Columns:
         return kinds | dict.fromkeys(self.numeric, "numeric") | dict.fromkeys(self.text, "text")
 
     def describe_fault(self, name: str, *, is_missing: bool) -> str:
-        """Return the reason why a row is malformed whose cell in column `name` is invalid or missing."""
+        """Return the reason why a row is malformed if its cell in column `name` is invalid or missing."""
         subject = f"its {'label' if name == self.label else 'weight' if name == self.weight else 'column'} '{name}'"
         if is_missing:
             return f"{subject} is missing"
@@ -180,7 +179,7 @@ def check_distinct(path: str, names: Sequence[str]) -> None:
 
 
 def category_texts(column: Any) -> Any:
-    """Return an Arrow column's values as categories; whole numbers of any type become integers."""
+    """Return an Arrow column's values as texts. Whole numbers of any type have no decimal point."""
     arrow = import_arrow()
     if arrow.types.is_string(column.type):
         return column
@@ -201,7 +200,7 @@ def are_integers(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
 
 
 def usual_label(names: Sequence[str]) -> str | None:
-    """Return the first usual name of a label, or None. Names in lower case have precedence."""
+    """Return the column with the first usual name of a label, or None. Names in lower case come first."""
     found = (name for usual in LABEL_NAMES for name in sorted(names, reverse=True) if name.strip().lower() == usual)
     return next(found, None)
 
@@ -218,9 +217,9 @@ def find_label(path: str, names: Sequence[str]) -> str:
 
 
 def resolve_column(path: str, names: Sequence[str], column: str, option: str) -> str:
-    """Return the column with this name, blanks ignored, or with this number, from 0 (from the end if negative).
+    """Return the column with this name (ignoring blanks) or number (from 0; negative: from the end).
 
-    Raises UsageError, which names the option that gave `column`, if there is none.
+    Raises UsageError, which names the `option`, if there is no such column.
     """
     if column in names:
         return column
@@ -234,7 +233,7 @@ def resolve_column(path: str, names: Sequence[str], column: str, option: str) ->
 
 @dataclass(slots=True)
 class Converted:
-    """A batch with the valid rows of an Arrow table, and its malformed rows."""
+    """The result of converting Arrow rows: a batch of the valid rows, and the malformed rows."""
 
     batch: Batch
     num_bad: int
@@ -333,7 +332,7 @@ class Converter:
         return BadLine(self._path, None, first_row + row + 1, shorten(text), reason)
 
     def _hash(self, column: Any, seed: np.uint64, out: npt.NDArray[np.uint64], first: int, stride: int) -> None:
-        """Write the keys of a column's values to every `stride`-th element of `out`."""
+        """Write the keys of a column's values to each `stride`-th element of `out`."""
         if self._arrow.types.is_dictionary(column.type) and len(column.dictionary) <= len(column):
             strings = self._arrow.concat_arrays([self._text(column.dictionary), self._arrow.array([""])])
             known = np.empty(len(strings), np.uint64)
@@ -409,7 +408,7 @@ class Converter:
     def _numbers(
         self, column: Any, words: dict[str, float]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return a column as float64, a mask of valid or missing rows, and a mask of missing rows."""
+        """Return a column as float64, a mask of the rows that are valid or missing, and a mask of the missing rows."""
         types = self._arrow.types
         is_text = (types.is_string, types.is_large_string, types.is_dictionary)
         if any(test(column.type) for test in is_text):

@@ -27,7 +27,7 @@ _PACKED_RATIO = 3  # click logs shrink to about a third
 _SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir", "labels")
 
 Spec = dict[str, Any]
-"""A description that lets another process open the same dataset; values for JSON and msgpack."""
+"""A description from which another process opens the same dataset. Its values are for JSON and msgpack."""
 
 
 def open_dataset(
@@ -45,10 +45,10 @@ def open_dataset(
 
     `format` is one of :data:`FORMATS`; None detects the format of the first file. `columns` applies to csv, parquet and
     JSON lines; None guesses the columns from rows spread over the files. `shard_bytes` is the size of a shard in bytes
-    of text (parquet: a row group); None means a 64th of all text, between 256 KiB and 16 MiB. With `strict` the first
-    malformed line raises; otherwise malformed lines are skipped and counted. `cache_dir` stores parsed shards for later
-    passes. `labels` is the interpretation of labels (:mod:`paceline.data.labels`). `scaling` applies to formats without
-    columns. If not `needs_labels`, a missing label is NaN.
+    of text (parquet: a row group); None means a 64th of all text, between 256 KiB and 16 MiB. If `strict`, the first
+    malformed line raises DataError; otherwise malformed lines are skipped and counted. `cache_dir` stores parsed shards
+    for later passes. `labels` is the conversion of labels (:mod:`paceline.data.labels`). `scaling` applies to formats
+    without columns. If `needs_labels` is False, a missing label is NaN.
 
     Raises DataError for a missing, empty or unreadable file, or an unknown format; UsageError for inconsistent
     arguments, or without pyarrow for parquet.
@@ -126,13 +126,13 @@ class Dataset(Closing):
     labels: str
     scaling: KeyScaling | None
     source_format: str
-    """The format that defines the features; for converted data this is the format of the sources."""
+    """The format that determines the features; for converted data this is the format of the sources."""
     needs_labels: bool = True
     sizes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self.cache_error: str | None = None
-        """Why caching stopped, for example because the disk is full. Reading continues without a cache."""
+        """The reason why caching stopped, such as a full disk. Reading continues without a cache."""
         self.cache_dir = None if self.cache_dir is None else self.cache_dir.absolute()
         self._kind = FORMATS[self.format]
         self.in_use = FilesInUse(self.files, self._kind, self.sizes)
@@ -146,12 +146,12 @@ class Dataset(Closing):
 
     @property
     def bad_lines(self) -> BadLines:
-        """The malformed lines of all shards read so far; repeated reading of a shard counts once."""
+        """The malformed lines of all shards read so far. A shard that was read several times counts once."""
         return self._log.total()
 
     @property
     def bad_lines_by_shard(self) -> dict[tuple[int, int], int]:
-        """The number of malformed lines by file and shard, for shards with malformed lines."""
+        """The number of malformed lines of each shard, by file and shard, if it is not 0."""
         return self._log.by_shard()
 
     @property
@@ -160,7 +160,7 @@ class Dataset(Closing):
         return self._cache is not None
 
     def can_enter(self, file: int) -> bool:
-        """Return whether each shard of a file can be read without parsing the earlier shards."""
+        """Return whether a file's shards can be read without parsing earlier shards."""
         return self._kind.is_random_access or text_size(self.files[file], 0) is not None
 
     def num_shards(self, file: int) -> int | None:
@@ -177,10 +177,11 @@ class Dataset(Closing):
         return self.in_use.num_shards.get(file)
 
     def read(self, file: int, shard: int, batch_size: int) -> Iterator[Batch]:
-        """Return the examples of one shard, in order, in batches of exactly `batch_size` rows, except the last.
+        """Return the examples of one shard, in order, in batches of `batch_size` rows. The last batch may be smaller.
 
         A shard after the end of the file has no examples. The caller may write to the arrays. The iterator raises
-        DataError for a damaged file or another format and, if `strict`, for the first malformed line.
+        DataError if the file is damaged or has another format. If `strict`, it also does so for the first malformed
+        line.
         """
         if not 0 <= file < len(self.files):
             raise UsageError(f"file {file} does not exist. The dataset has {len(self.files)} files, numbered from 0")
@@ -189,7 +190,7 @@ class Dataset(Closing):
         return rebatch(self._blocks(file, shard), batch_size)
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Return all examples of all files, in order, in batches of exactly `batch_size` rows, except the last."""
+        """Return all examples of all files, in order, in batches of `batch_size` rows. The last may be smaller."""
         if batch_size < 1:
             raise UsageError(f"batches of {batch_size} rows: expected 1 or more")
         return rebatch(self.blocks(), batch_size)
@@ -274,7 +275,7 @@ class Dataset(Closing):
     def _take(self, file: int) -> OpenFile:
         opened = self._idle.take(file)
         if opened is None:
-            status = self.in_use.check(file)  # before opening the file, to detect changes from now on
+            status = self.in_use.check(file)  # before opening the file, so that any later change is detected
             settings = ReadSettings(
                 shard_bytes=self.shard_bytes,
                 num_bytes=status.num_bytes,
@@ -324,7 +325,7 @@ class FilesInUse:
     def check(self, file: int) -> FileStatus:
         """Return a file's status. Raises DataError if it has changed since the first call.
 
-        A copy on another host must have the same size.
+        A copy of the file on another host must have the same size.
         """
         path = self._files[file]
         status = self._format.stat(path)
@@ -344,7 +345,7 @@ class FilesInUse:
 
 
 class _Writing:
-    """Writes a shard to the cache while the shard is read. If writing fails, caching ends, and reading continues."""
+    """Writes a shard to the cache while the shard is read. If writing fails, reading continues without a cache."""
 
     def __init__(self, dataset: Dataset, file: int, status: FileStatus, shard: int) -> None:
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""Detect the dialect of a csv file from its beginning: the separator, and the names of the columns."""
+"""Detect the separator and the column names of a csv file from its beginning."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MAX_HEAD_BYTES = 1 << 24
 
 HEADERS = ("auto", "yes", "no")
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
-"""The usual names of labels, ignoring case. The first of these names in a file is the label."""
+"""The usual names of the label, ignoring case. The first of them that a file has is its label."""
 SEPARATORS = (",", ";", "\t")
 LAST_SEPARATOR = "|"
-"""A separator to try last, because other files use it between elements of lists within cells."""
+"""A separator to try last, because files with another separator use it between the elements of a list."""
 BLANKS = "\x1f"
-"""A byte that :func:`mark_blanks` writes in place of runs of blanks and tabs."""
+"""The separator of files whose cells are separated by runs of blanks and tabs, written by :func:`mark_blanks`."""
 PREAMBLE = re.compile(rb'(?:\xef\xbb\xbf)?(?:"?sep=.?"?\r?\n)?', re.IGNORECASE)
-"""The bytes before the first row: a byte-order mark, and Excel's line that declares the separator."""
+"""The optional bytes before the first row: a byte-order mark, and Excel's line that declares the separator."""
 _DECLARED = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
 _BLANKS = re.compile(rb'"[^"\n]*"|(?<=[^ \t\r\n])[ \t]+(?=[^ \t\r\n\x1f])')
 _WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -34,7 +34,7 @@ NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 _ROWS, _BLANKS_SHARE = 200, 0.9
 PLACE = re.compile(r"c[1-9][0-9]*")
-"""The name of a column that has no name: its position."""
+"""The name of a column without a name in the header: ``c`` and its position."""
 
 
 def check_header(header: str) -> None:
@@ -44,9 +44,9 @@ def check_header(header: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The separator of a csv file, and the names of its columns: from the first row, else ``c1``, ``c2``, ...
+    """The separator of a csv file, and its columns' names: from the header, otherwise ``c1``, ``c2``, ...
 
-    Blanks around names are removed, except from wanted names with blanks.
+    Blanks around a name are removed, unless the user wants the name with its blanks.
     """
 
     separator: str
@@ -59,7 +59,7 @@ class Dialect:
 
 
 def read_lines(path: str) -> tuple[bytes, bool]:
-    """Return the first 64 KiB of a file (up to 16 MiB for a long first line), and whether this is the whole text.
+    """Return the first 64 KiB (up to 16 MiB if the first line is long), and whether this is the whole text.
 
     Raises DataError for UTF-16 and UTF-32, detected by their byte-order marks.
     """
@@ -96,12 +96,12 @@ def read_dialect(path: str, wanted: Sequence[str] = (), header: str = "auto") ->
 
 
 def mark_blanks(text: bytes | bytearray) -> bytes:
-    """Replace the last blank of each run between two cells, outside quotes, by :data:`BLANKS`; keep the length."""
+    """Replace the last blank of each run between two cells, but not within quotes, by :data:`BLANKS`."""
     return _BLANKS.sub(lambda run: run[0] if run[0][:1] == b'"' else run[0][1:].replace(b"\t", b" ") + b"\x1f", text)
 
 
 def parse_rows(text: str, separator: str, limit: int | None = None) -> list[list[str]]:
-    """Return the rows of a text before the first invalid row, without blanks around cells."""
+    """Return the rows before the first invalid row, without blanks around cells."""
     rows: list[list[str]] = []
     if separator == BLANKS:
         text = mark_blanks(text.encode()).decode()
@@ -119,10 +119,10 @@ def parse_rows(text: str, separator: str, limit: int | None = None) -> list[list
 def guess_dialect(text: str, wanted: Sequence[str] = (), header: str = "auto") -> Dialect | None:
     """Return the dialect of a file that begins with `text`; None if it does not look like csv.
 
-    The separator is chosen so that most rows have as many cells as the first row, or so that the first row has a
-    `wanted` name. Unless `header` is yes or no, the first row is a header if it has a wanted name. If `wanted` are
-    positions such as ``c3``, the file must have all of them. Without wanted names, the first row is a header if its
-    words are rare in the rows below.
+    With the right separator, most rows have as many cells as the first row, or the first row has a `wanted` name. If
+    `header` is auto, the first row is a header if it has a wanted name, or if there are no wanted names and its words
+    are rare in the rows below. If `wanted` are positions such as ``c3``, the first row is a header only if it has all
+    of them as names.
     """
     found: list[tuple[bool, float, int, str, list[list[str]]]] = []
     declared = _DECLARED.match(text)
@@ -167,7 +167,7 @@ def _are_mostly_numbers(rows: Sequence[Sequence[str]]) -> bool:
 
 
 def _is_header(first: list[str], data: list[list[str]]) -> bool:
-    """Return whether the first row has names: at most half of its words occur in the same column of later rows."""
+    """Return whether the first row has names. At most half of its words may occur in the same column of later rows."""
     below = [[cell for cell in cells if not is_missing(cell)] for cells in zip(*data, strict=True)] or [[]] * len(first)
     words = [
         (cell, column) for cell, column in zip(first, below, strict=True) if not (is_number(cell) or is_missing(cell))

@@ -1,4 +1,4 @@
-"""Sample the examples of a data set, for the choice of settings before a training."""
+"""Sample the examples of a data set. Before a training, settings are chosen on the sample."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MAX_ROWS = 262_144
 MAX_PAIRS = 4 << 20
 _PIECE_BYTES = 64 << 10
 _NUM_PIECES = 256
-_NUM_BLOCKS = 64  # blocks of 1 MiB of text, or 32,768 rows, for files that are read from the beginning
+_NUM_BLOCKS = 64  # blocks of 1 MiB of text or 32,768 rows, from files without random access
 _CHUNK_ROWS = 256
 _GROUP_RUNS = 128  # runs of 256 rows: 32,768 rows
 
 
 def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
-    """Return a sample of a data set in runs of up to 256 neighbours; a small data set is sampled completely.
+    """Return a sample of a data set, in runs of up to 256 neighbours. The sample of a small data set is complete.
 
-    From plain text, 16 MiB are read in evenly spread pieces. From the beginnings of other files, 64 blocks of 1 MiB of
-    text (parquet: 32,768 rows) are read in total. If the sample exceeds `max_rows` or `max_pairs`, runs are dropped
-    evenly. Malformed lines are skipped even if ``dataset.strict``. Raises the errors of :meth:`Dataset.read`.
+    From plain text, 16 MiB are read in evenly spread pieces. Of other files, the beginnings are read: in total 64
+    blocks of 1 MiB of text (parquet: 32,768 rows). If the sample exceeds `max_rows` or `max_pairs`, every second run is
+    dropped. Malformed lines are skipped even if ``dataset.strict``. Raises the errors of :meth:`Dataset.read`.
     """
     sizes = [stat_file(file).num_bytes for file in dataset.files]
     has_pieces = not FORMATS[dataset.format].samples_beginnings and all(map(dataset.can_enter, range(len(sizes))))
@@ -53,11 +53,11 @@ def sample_batch(batch: Batch, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX
 
 
 def thin(sample: ExampleSample, most: int) -> tuple[Batch, int]:
-    """Return about `most` examples of a sample, in their order, and the number of examples that they represent.
+    """Return about `most` of a sample's examples, in order, and the number of examples that they represent.
 
     Every k-th run of neighbours is selected, counted from the end of the data. If labels have two classes, the rarer
-    class keeps all its examples, up to half of `most`. The examples of the other class get weights that compensate for
-    the dropped ones, so that sums over both classes are unbiased up to one common factor.
+    class keeps all its examples, up to half of `most`. The weights of the other class's examples compensate for its
+    dropped examples. So sums over both classes are unbiased, except for a common factor.
     """
     batch, n = sample.batch, sample.batch.num_examples
     if n <= most:
@@ -95,7 +95,7 @@ class _Pieces:
 
 
 class _Beginnings:
-    """Reads the beginnings of all files, with the same number of blocks from each."""
+    """Reads the beginnings of all files: the same number of blocks of each file."""
 
     def __init__(self, reader: Dataset) -> None:
         self._reader = reader

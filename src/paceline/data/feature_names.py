@@ -17,7 +17,7 @@ from paceline.kernels.hashing import hash_bytes, name_seed
 from paceline.storage.durable_io import replacing
 
 FEATURE_NAMES = "feature-names.tsv"
-"""The file in a model's directory with the names."""
+"""The file with the names, in a model's directory."""
 
 _ROWS = 16384
 
@@ -25,7 +25,7 @@ Keys = npt.NDArray[np.uint64]
 
 
 class NameFinder:
-    """Collects the names of wanted keys."""
+    """Collects the names of the `wanted` keys."""
 
     def __init__(self, wanted: Keys) -> None:
         self._wanted = set(wanted.tolist())
@@ -105,7 +105,7 @@ class _TextFile(io.RawIOBase):
 
 
 def write_feature_names(directory: Path, names: Mapping[int, str]) -> None:
-    """Write names to a model's directory, one line per name with key, tab and JSON string. Raises OSError."""
+    """Write names to a model's directory. Each line has a key, a tab and the name as JSON. Raises OSError."""
     lines = [f"{key}\t{json.dumps(name, ensure_ascii=False)}\n" for key, name in sorted(names.items())]
     with replacing(directory / FEATURE_NAMES) as aside:
         aside.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")

@@ -1,6 +1,6 @@
 """Guess the kinds of columns from rows spread over the files.
 
-The rules are in guides/data.md. They judge a column by its distinct values and the frequencies of these values. The
+The rules are in guides/data.md. They use a column's distinct values and the frequencies of these values. The
 result for the same files is always the same.
 """
 
@@ -28,9 +28,9 @@ from paceline.kernels.text.values import split_words
 
 NUM_EXAMPLES = 3
 IN_LISTS = "in lists"
-"""The reason why columns of lists are categorical."""
+"""The stated reason for columns of lists, which are always categorical."""
 
-LEAST_ROWS = 50  # distinct values in fewer rows are weak evidence
+LEAST_ROWS = 50  # in fewer rows, all values may be distinct by chance
 _FEW, _ROWS_PER_VALUE = 64, 20
 _LARGE_DIGITS, _INEXACT_DIGITS = 10, 16  # a float64 has 15 digits
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0)?")
@@ -50,17 +50,16 @@ _ROW_NAME = re.compile(r"(?:unnamed: ?[0-9]+|row[ ._]?(?:names?|numbers?)|index)
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
 _MANY_DISTINCT = "integers, each in many rows"
-# nats: a categorical column becomes numeric if a rate for each value explains the labels better than a line by less
-# than this, or than the logarithm of the number of columns
+# nats: a categorical column becomes numeric unless a rate for each value explains the labels better than a line by at
+# least this, and by at least the logarithm of the number of columns
 _LITTLE_EVIDENCE = 2.0
 # nats: a numeric column becomes categorical if a rate for each value explains the labels better than a line by more
-# than this
 _EVIDENCE = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """Options for reading data. The kinds of other columns are guessed."""
+    """Options for reading data. The kinds of columns that no option names are guessed."""
 
     label: str | None = None
     """The column of the label, by name or number."""
@@ -90,7 +89,7 @@ class ReadOptions:
         return [name for name in given if name and name != "*"]
 
     def fit(self, path: str, columns: Columns, names: Sequence[str]) -> bool:
-        """Return whether files with columns `names`, converted with `columns`, agree with the options."""
+        """Return whether files with columns `names` that were converted with `columns` satisfy the options."""
         label = columns.label if self.label is None else resolve_column(path, names, self.label, "--label")
         given, known = self.kinds(path, names, label), columns.kinds
         has_same_ignored = "*" not in given or {*columns.names} <= {*given, columns.label, columns.weight}
@@ -99,7 +98,7 @@ class ReadOptions:
         return label == columns.label and self.header in ("auto", columns.header) and has_same_ignored and all(fitting)
 
     def kinds(self, path: str, names: Sequence[str], label: str) -> dict[str, str]:
-        """Return the kind of each given column. Raises UsageError for unknown columns, two kinds, or the label."""
+        """Return the given kinds. Raises UsageError if a column is unknown, has two kinds, or is the label."""
         found: dict[str, str] = {}
         for kind in ("categorical", "numeric", "text", "ignore"):
             for name in getattr(self, kind):
@@ -115,14 +114,14 @@ class ReadOptions:
 
 
 NO_OPTIONS: Final = ReadOptions()
-"""Options that guess all columns."""
+"""No option: the kinds of all columns are guessed."""
 
 
 def guess_columns(path: str, sample: TextTable, options: ReadOptions = NO_OPTIONS, weight: str = "") -> Guesses:
     """Guess the kinds of the columns of `sample` that `options` do not name.
 
-    `weight` is the column with the examples' weights, if any. Messages name `path`. Raises UsageError without a label,
-    or without any other column.
+    `weight` is the column with the examples' weights, if any. Messages name `path`. Raises UsageError if there is no
+    label, or no other column.
     """
     label = options.label
     label = find_label(path, sample.names) if label is None else resolve_column(path, sample.names, label, "--label")
@@ -161,7 +160,7 @@ def guess_columns(path: str, sample: TextTable, options: ReadOptions = NO_OPTION
 
 
 def _check_commas(path: str, sample: TextTable, names: Sequence[str]) -> None:
-    """Raise UsageError for numbers with commas or signs, because they would be read as text."""
+    """Raise UsageError if numbers have commas or signs, because they would be read as text."""
     for name in names:
         cells = [cell.strip() for cell in sample.column(name) if not is_missing(cell)]
         num_numbers = sum(map(is_number, cells))
@@ -176,13 +175,13 @@ def _check_commas(path: str, sample: TextTable, names: Sequence[str]) -> None:
 
 
 def _without_copies(sample: TextTable) -> TextTable:
-    """Remove duplicate rows, because with them no column would identify rows. Keep them if most rows are duplicates."""
+    """Remove duplicate rows, so that a column may identify rows. Keep them if most rows are duplicates."""
     rows = list(dict.fromkeys(map(tuple, sample.rows)))
     return sample if 2 * len(rows) < len(sample.rows) else TextTable(sample.names, sample.types, list(map(list, rows)))
 
 
 def describe_named(sample: TextTable, columns: Columns) -> Guesses:
-    """Return the guesses for named columns, including the words of the labels."""
+    """Return the kinds of columns that the user named, and the words of the labels."""
     if not columns.classes:
         columns = replace(columns, classes=sample.classes(columns.label))
     guesses, kinds = [], columns.kinds
@@ -227,7 +226,7 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
 
 
 def _are_sentences(cells: Sequence[str]) -> bool:
-    """Return whether most texts have blanks, and words (two or more per text) mostly recur in other texts."""
+    """Return whether most texts have blanks, and most of their words (at least two per text) occur in several texts."""
     words = [{*split_words(cell.encode("utf-8", "replace"))} for cell in cells]
     counts = Counter(word for text in words for word in text)
     have_blanks = sum(" " in cell for cell in cells) > len(cells) / 2
@@ -270,10 +269,10 @@ def _judge_integers(name: str, values: Sequence[int], texts: Sequence[str]) -> t
 def _judge_by_label(
     cells: Sequence[str], labels: npt.NDArray[np.float64], kind: str, reason: str, num_columns: int
 ) -> tuple[str, str]:
-    """Return the kind of a column of frequent integers, and the reason, by the model that explains the labels better.
+    """Return the kind of a column of frequent integers, and the reason. Two models of the labels are compared.
 
-    The candidates are a line, and a rate for each value with a penalty for its parameters. The more columns there are
-    (`num_columns`), the more of them seem to have such rates by chance.
+    The column is numeric if a line explains the labels better, and categorical if a rate for each value, with a penalty
+    for its parameters, is better. Of many columns (`num_columns`), some have such rates by chance.
     """
     rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and not math.isnan(labels[row])]
     numbers, labels = np.array([_integer(cells[row]) for row in rows], np.float64), labels[rows]
@@ -293,7 +292,7 @@ def _is_counter(values: Sequence[int]) -> bool:
 
 
 def _is_uniform(values: Sequence[int]) -> bool:
-    """Return whether many distinct values are uniform over their range, which is typical of identifiers."""
+    """Return whether many distinct values are spread evenly over their range, as identifiers usually are."""
     ordered = sorted(values)
     low, width = ordered[0], ordered[-1] - ordered[0]
     quarters = (abs((ordered[len(ordered) * k // 4] - low) / width - k / 4) for k in (1, 2, 3))
@@ -301,16 +300,16 @@ def _is_uniform(values: Sequence[int]) -> bool:
 
 
 def _are_far_from_zero(values: Sequence[int]) -> bool:
-    """Return whether the middle 80% of values are much larger than their differences, such as 100013 and 100217."""
+    """Return whether the middle 80% of values are much larger than their differences, as 100013 and 100217 are."""
     ordered = sorted(values)
     low, high = ordered[len(ordered) // 10], ordered[len(ordered) - 1 - len(ordered) // 10]
     return min(abs(low), abs(high)) > 20 * (high - low) > 0
 
 
 def _are_codes(values: Sequence[int]) -> bool:
-    """Return whether values repeat more than twice as often as in a smooth distribution over the same range.
+    """Return whether values repeat more than twice as often as if they were smoothly distributed over their range.
 
-    The middle 80% of the rows are split into bins with equally many rows, except for a value that most rows have. In a
+    The middle 80% of the rows, without a value that most rows have, are split into bins with equally many rows. In a
     bin with m rows and R possible values, a locally uniform distribution has R(1 - exp(-m/R)) distinct values on
     average. Amounts, which are mostly round numbers, are not codes.
     """

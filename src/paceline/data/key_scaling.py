@@ -1,8 +1,8 @@
 """Scale values by key, so that one learning rate suits all features.
 
-Files without columns (libsvm) do not describe their numbers, which may be ages, amounts and shares together. A sample
-of the examples determines a :class:`KeyScaling`. The scaling is part of the data set's description and of the saved
-model, and readers apply it.
+Files without columns (libsvm) do not describe their numbers: ages, amounts and shares may be in one file. A sample
+of the examples determines a :class:`KeyScaling`. The scaling is stored with the data set's description and with the
+saved model. Readers apply it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPES: Final[dict[str, type[np.generic]]] = {
 }
 
 _Entry: TypeAlias = tuple[float, float, float, bool, int]
-"""A key's mean, scale, unit, whether it is filled, and field."""
+"""A key's mean, scale and unit, whether it is filled, and its field."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,12 +43,12 @@ class KeyScaling:
     """Scaling of values: (value - mean) / scale, limited to an absolute value of 1,000.
 
     `keys` uint64 [n], ascending; `means` and `scales` float64 [n]. Values of other keys are divided by `other_scale`.
-    `fields` uint32 [n] are the fields of the keys; None without fields. A *filled* key (bool [n]; None: keys with a
-    nonzero mean) is added to examples that lack it, with the scaled value of 0.
+    `fields` uint32 [n] are the fields of the keys; None without fields. A `filled` key (bool [n]; None: each key with a
+    nonzero mean) is added to examples that lack it. Its value is the scaled value of 0.
 
-    With a `unit` u (float64 [n], 0 for none) sign(x) log(1 + |x|/u) replaces a value x. A key with `edges` (float32,
-    ascending) has one more bin than edges: its value becomes a feature with value 1 and the key from
-    :func:`paceline.data.scales.bins.key_bin_key`.
+    If a key has a unit u in `units` (float64 [n], 0 for none), its value x is first replaced by sign(x) log(1 + |x|/u).
+    If a key has `edges` (float32, ascending), each range between them is a bin. A value becomes the feature of its bin,
+    with value 1 and the key from :func:`paceline.data.scales.bins.key_bin_key`.
     """
 
     keys: npt.NDArray[np.uint64]
@@ -85,7 +85,7 @@ class KeyScaling:
 
     @property
     def is_linear(self) -> bool:
-        """Whether a linear model's weights can be converted to weights for unscaled values."""
+        """Whether a linear model's weights for scaled values can be converted to weights for unscaled values."""
         return not self.edges and (self.units is None or not self.units.any())
 
     @property
@@ -102,7 +102,7 @@ class KeyScaling:
         }
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the scaled examples. Filled keys come first in every row."""
+        """Return the scaled examples. In each row, filled keys come first."""
         values = np.ones(len(batch.keys)) if batch.values is None else batch.values.astype(np.float64)
         at = self._find(batch.keys)
         keys, scaled = self._changed(at, batch.keys, values)
@@ -124,7 +124,7 @@ class KeyScaling:
         return weights.astype(np.float32), -(weights * means[:, np.newaxis]).sum(axis=0).astype(np.float32)
 
     def _find(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Return the index of each key among the scaling's keys; for other keys, the number of the scaling's keys."""
+        """Return each key's index in the scaling's keys. For other keys, this is the number of the scaling's keys."""
         at = np.searchsorted(self.keys, keys)
         if len(self.keys):
             at[self.keys[np.minimum(at, len(self.keys) - 1)] != keys] = len(self.keys)
@@ -205,7 +205,7 @@ class KeyScaling:
 
 
 def _inverse(places: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
-    """Return the index in `places` of each number up to n (int64 [n + 1]); -1 for missing numbers."""
+    """Return the index in `places` of each number from 0 to n (int64 [n + 1]); -1 if `places` lacks the number."""
     found = np.full(n + 1, -1, np.int64)
     found[places] = np.arange(len(places))
     return found
@@ -219,9 +219,9 @@ def read_key_scaling(described: Mapping[str, Any]) -> KeyScaling | None:
 def find_key_scaling(batch: Batch) -> KeyScaling | None:
     """Return the scaling for examples like these; None if all or almost all values are 1.
 
-    A key's scale is the root mean square of its values, so signs and zeros remain. Keys with several values in more
-    than half of the examples are standardized instead, to mean 0 and standard deviation 1. Keys that occur fewer than 8
-    times all get the median of their scales, because rare keys are usually of one kind.
+    A key's scale is the root mean square of its values, so signs and zeros do not change. But a key is standardized to
+    mean 0 and standard deviation 1 if it occurs in more than half of the examples with several values. Keys that occur
+    fewer than 8 times all get the median of their scales, because rare keys usually have similar numbers.
     """
     if batch.values is None or not batch.num_examples:
         return None
@@ -236,7 +236,7 @@ def find_key_scaling(batch: Batch) -> KeyScaling | None:
     if abs(np.log2(other_scale)) < 0.5:
         other_scale = 1.0
     n = batch.num_examples
-    is_two_valued = np.isclose(sums * sums, squares * count, rtol=1e-11, atol=0)  # only one nonzero value
+    is_two_valued = np.isclose(sums * sums, squares * count, rtol=1e-11, atol=0)  # the key has only one nonzero value
     deviations = np.sqrt(np.maximum(squares / n - (sums / n) ** 2, 0.0))
     centred = (count > _CENTRED_SHARE * n) & ~is_two_valued & (deviations > 1e-6 * scales)
     means = np.where(centred, sums / n, 0.0)
@@ -262,9 +262,9 @@ def with_scales(
     *,
     absent_is_zero: bool,
 ) -> KeyScaling | None:
-    """Return a scaling with logarithms or bins for features whose scales have them; other features do not change.
+    """Return `scaling` with logarithms or bins for the features whose scales have them.
 
-    If `absent_is_zero`, a missing feature of this kind has the value 0.
+    Other features do not change. If `absent_is_zero`, these features have the value 0 in examples that lack them.
     """
     changed = [(feature, scale) for feature, scale in zip(features, scales, strict=True) if scale.edges or scale.unit]
     if not changed:
@@ -300,7 +300,7 @@ def _entries(scaling: KeyScaling) -> dict[int, _Entry]:
 
 
 def distinct_keys(keys: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
-    """Return the distinct keys (uint64 [m]) by first appearance, and the index of each key among them (int32 [n])."""
+    """Return the distinct keys (uint64 [m]) in order of first occurrence, and each key's index in them (int32 [n])."""
     from paceline.kernels.dedup import dedup, scratch_size
 
     unique, ids = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)

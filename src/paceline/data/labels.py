@@ -1,6 +1,6 @@
-"""Labels: the values of cells, and their interpretation by a data set.
+"""Read labels from cells, and convert them for a data set.
 
-The interpretation is a text, which can be sent to other processes. ``numbers`` means unchanged numbers. ``clicks``
+A text describes the conversion, so it can be sent to other processes. ``numbers`` means unchanged numbers. ``clicks``
 means 1 for a label above 0, otherwise 0. ``clicks:2`` means 1 for the label 2, otherwise 0.
 """
 
@@ -24,12 +24,12 @@ _NEGATIONS = ("no", "not", "non", "un")
 
 
 def clicks_where(positive: float | None) -> str:
-    """Return the interpretation of labels as clicks with one positive label; None: labels above 0 are positive."""
+    """Return the conversion to clicks with this positive label; None: all labels above 0 are positive."""
     return CLICKS if positive is None else f"{CLICKS}:{positive!r}"
 
 
 def positive_in(labels: str) -> float | None:
-    """Return the single positive label of an interpretation, or None. Raises UsageError if `labels` is invalid."""
+    """Return the single positive label of a conversion, or None. Raises UsageError if `labels` is invalid."""
     kind, colon, positive = labels.partition(":")
     if labels in (NUMBERS, CLICKS):
         return None
@@ -60,7 +60,7 @@ def parse_positive(text: str) -> float | str:
 def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> float | None:
     """Return the number of the label `positive`, given the words that are labels (`classes`, empty for numbers).
 
-    Return None if this label is positive by default. Raises UsageError for an unknown word.
+    Return None if this label is the positive one anyway. Raises UsageError for an unknown word.
     """
     if not isinstance(positive, str):
         return positive
@@ -81,9 +81,9 @@ def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> fl
 def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
     """Return the words that are labels; word i is the label i. Return no words if labels are numbers.
 
-    The set of all distinct words decides. Words for 0 and 1, such as no and yes, are read as numbers only if there are
-    no other words, and if either both numbers occur or there is a single word. Otherwise the alphabetically second of
-    two words is the label 1. But a word for 0, or the negation of the other word, such as "not spam", is the label 0.
+    Labels are numbers if all words stand for 0 or 1, as no and yes do. There must be words for both, or a single word.
+    Otherwise the words are the labels. Of two words, the alphabetically second one is the label 1. But a word for 0, or
+    the negation of the other word, such as "not spam", is the label 0.
     """
     words = {cell.strip(_BLANKS) for cell in cells if not is_missing(cell)}
     known = {read_label(word) for word in words}
@@ -96,7 +96,7 @@ def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
 
 
 def _usual_place(word: str, words: set[str]) -> float:
-    """Return 0 or 1 if `word`, one of two `words`, usually stands for this number; otherwise 0.5."""
+    """Return 0 or 1 if `word`, one of two `words`, usually means this number; otherwise 0.5."""
     negated = {f"{prefix}{blank}{name}".casefold() for prefix in _NEGATIONS for blank in ("", *"-_ ") for name in words}
     if word.casefold() in negated:
         return 0.0
@@ -104,7 +104,7 @@ def _usual_place(word: str, words: set[str]) -> float:
 
 
 def read_label(cell: str, classes: Sequence[str] = ()) -> float | None:
-    """Return the label in a cell: a number, or the number of a word (of `classes`, if any); None if invalid."""
+    """Return a cell's label: its number, or its word's number (index in `classes`, if any). None if invalid."""
     if classes:
         word = cell.strip(_BLANKS)
         return float(classes.index(word)) if word in classes else None
@@ -119,7 +119,7 @@ def count_labels(cells: Iterable[str], classes: Sequence[str] = ()) -> dict[floa
 
 
 def describe_no_numbers(cells: Iterable[str]) -> str | None:
-    """Describe texts in place of labels or weights; return None if a cell is valid, or all are missing."""
+    """Describe texts found instead of labels or weights. Return None if a cell is valid or all are missing."""
     texts: dict[str, None] = {}
     for cell in cells:
         if read_label(cell) is not None:
@@ -157,7 +157,7 @@ def describe_classes(classes: Sequence[str], labels: str = NUMBERS) -> str:
 
 
 def describe_not_binary(found: Mapping[float, int], labels: str = CLICKS, classes: Sequence[str] = ()) -> str | None:
-    """Describe labels that are read as clicks but are not two classes; return None for at most two classes.
+    """Describe labels that are not two classes, although clicks are expected; otherwise return None.
 
     `classes` are the words that are labels; empty if labels are numbers.
     """

@@ -13,7 +13,7 @@ from paceline.data.streams import FileStatus
 from paceline.errors import DataError
 
 Report = Callable[[int, Sequence[BadLine]], None]
-"""A callback for the number of malformed lines and descriptions of the first few."""
+"""A callback that receives the number of malformed lines, and descriptions of the first few."""
 
 BLOCK_BYTES = 1 << 20
 """The size of a block of text, which is read and parsed in one step."""
@@ -29,11 +29,11 @@ class ReadSettings:
     num_bytes: int
     columns: Columns | None = None
     needs_label: bool = True
-    """Whether a row without a label is malformed; if not, the label is NaN."""
+    """Whether a row without a label is malformed. If False, its label is NaN."""
 
 
 class OtherFormatError(DataError):
-    """The format of a file differs from the reader's format, because none of the first lines is valid."""
+    """None of a file's first lines is valid, so the file has another format than the reader."""
 
 
 class ShardReader(Protocol):
@@ -42,14 +42,14 @@ class ShardReader(Protocol):
     num_shards: int | None
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """Yield the shard's rows in batches of the reader's own size; nothing after the last shard."""
+        """Yield the shard's rows in batches of any size. Yield nothing for a shard after the last one."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A file's reader, and the status of the file before opening."""
+    """A file's reader, and the file's status before it was opened."""
 
     status: FileStatus
     reader: ShardReader
@@ -66,7 +66,7 @@ class IdleFiles:
         return self._idle.pop(file, None)
 
     def give_back(self, file: int, opened: OpenFile) -> None:
-        """Keep a file open. Close an older reader of this file, or the file that has been idle for the longest time."""
+        """Keep a file open. Close an older reader of this file, and the least recently used files above the limit."""
         older = self.take(file)
         if older is not None:
             older.reader.close()

@@ -1,7 +1,7 @@
-"""Samples of data files: pieces of text from places spread over files, because files may be sorted.
+"""Sample data files: read pieces of text spread over the files, because files may be sorted.
 
-The same files give the same pieces. The pieces of a gzip file are its beginning, because reaching the remainder
-requires decompressing all text before it.
+The same files give the same pieces. Of a gzip file, only the beginning is read, because all text before a later piece
+would have to be decompressed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.kernels.text.values import number_text
 
 _PIECES = 64
 _PIECE_BYTES = 32 << 10
-_LONG_LINES_BYTES = 16 << 20  # limit for reading further text to complete lines
+_LONG_LINES_BYTES = 16 << 20  # at most this much further text is read to complete long lines
 _MOST_CLASSES = 64
 
 
@@ -45,7 +45,7 @@ class TextTable:
     types: tuple[str, ...]
     rows: list[list[str]]
     has_header: bool = True
-    """Whether the names come from the first file; otherwise they are positions such as c1."""
+    """Whether the names come from the first file's header; otherwise they are positions such as c1."""
     _places: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,14 +56,14 @@ class TextTable:
         return [row[at] for row in self.rows]
 
     def counts(self, name: str) -> Counter[str]:
-        """Return the number of nonempty cells with each value of a column; for lists, the number of elements."""
+        """Return the number of nonempty cells (of elements, if the column has lists) with each value."""
         cells = [cell for cell in self.column(name) if cell]
         if self.types[self._places[name]] == "list":
             cells = [element for cell in cells for element in json.loads(cell)]
         return Counter(cells)
 
     def classes(self, name: str) -> tuple[str, ...]:
-        """Return the words that are labels in a column; no words if labels are numbers."""
+        """Return the words that are the labels in a column; no words if labels are numbers."""
         return find_classes(self.column(name))
 
     def labels(self, name: str) -> npt.NDArray[np.float64] | None:
@@ -86,14 +86,14 @@ def json_text(value: Any) -> str:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spread numbers below `count`, including the first and the last."""
+    """Return at most `most` evenly spread numbers from 0 to `count` - 1, including both."""
     if count <= most:
         return list(range(count))
     return [at * (count - 1) // (most - 1) for at in range(most)] if most > 1 else [0]
 
 
 def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
-    """Yield lines from positions spread over the files: the file's number, the offset of the lines, and the lines."""
+    """Yield pieces of lines spread over the files: the file's number, the offset of the piece, and its lines."""
     chosen = spread(len(files), _PIECES)
     num_pieces = max(1, _PIECES // len(chosen))
     budget = _LONG_LINES_BYTES
@@ -136,11 +136,11 @@ class ExampleSample:
     batch: Batch
     starts: npt.NDArray[np.int64]
     num_examples: int
-    """The number of examples in the whole data set; an estimate unless `is_whole`."""
+    """The number of examples in the data set. It is an estimate unless the sample has all of them (`is_whole`)."""
     is_whole: bool
     bad_lines: BadLines | None = None
     num_read: int = 0
-    """The number of examples read, some of which may not be in the sample."""
+    """The number of examples that were read. Some of them may not be in the sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,21 +150,21 @@ class Sample:
     files: tuple[str, ...]
     format: str
     labels: dict[float, int]
-    """The number of sampled rows with each label; for converted data, of all rows."""
+    """The number of sampled rows (in converted data: of all rows) with each label."""
     columns: Columns | None = None
     guesses: Guesses | None = None
     """The guessed kinds of the columns, with reasons."""
     has_guessed_columns: bool = False
     label_words: tuple[str, ...] = ()
-    """The words for the labels 0 and 1, such as yes and no, if labels are words."""
+    """The words for 0 and 1, such as no and yes, that occur as labels."""
     fields: tuple[str, ...] = ()
     """The namespaces or fields of rows, for formats without columns."""
     table: TextTable | None = None
     """The sampled rows of csv and parquet files, as text."""
     converted: tuple[ConvertedFile, ...] = ()
-    """The converted files, closed."""
+    """The descriptions of converted files, which are closed."""
     examples: ExampleSample | None = None
-    """The examples used to choose the scales of the columns, if a trial chose the scales."""
+    """The examples on which a trial chose the scales of the columns; None if there was no trial."""
 
     @property
     def classes(self) -> tuple[str, ...]:

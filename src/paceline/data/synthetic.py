@@ -1,12 +1,12 @@
 """Generate synthetic click logs of any size from a known model, so that the best possible AUC and log loss are known.
 
 A row has 13 integers and 26 categories, like Criteo's rows. The label is drawn from a logistic model over the features
-of :mod:`paceline.data`. A feature's weight is a function of its key, so an integer has the weight of its category
-⌊ln(x)²⌋, and a missing value is a category. Except by chance, no trained model can be better than the true
-probabilities.
+of :mod:`paceline.data`. A feature's weight is a function of its key. The key of an integer x is that of its category
+⌊ln(x)²⌋. A missing value is a category too. No trained model is better than the true probabilities, except by chance.
 
 The same spec gives the same bytes on every machine. Random bits are PCG64's raw output, and rows are looked up in
-tables of integers. The tables use only operations that are exact in IEEE 754 or :mod:`decimal`. No kernel is compiled.
+tables of integers. The tables use only operations that are exact in IEEE 754 or :mod:`decimal`. No kernel is compiled,
+so a short log is written quickly.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class _IntegerShape(NamedTuple):
-    """A field of integers ⌊exp(N(ln median, spread))⌋ + shift."""
+    """A field of integers ⌊exp(N)⌋ + shift, where N is normal with mean ln(median) and deviation `spread`."""
 
     median: int
     spread: str
     """The standard deviation of the natural logarithm, as text for conversion to Decimal."""
     shift: int
     missing: int
-    """Rows without the field, per thousand."""
+    """The number of rows without the field, per thousand."""
     effect: int
     """The standard deviation of the field's contribution to the logit, in thousandths."""
 
@@ -107,10 +107,10 @@ CATEGORIES = (
 assert (len(_INTEGERS), len(CATEGORIES)) == (CRITEO_INTEGERS, CRITEO_CATEGORIES)
 
 _CHUNK_ROWS = 8192
-_PILOT_ROWS = 1 << 15  # number of rows that determine the effects and the share of clicks
+_PILOT_ROWS = 1 << 15  # weights and intercept are scaled on this number of rows
 _TRAIN, _EVAL, _PILOT = range(3)  # streams of random bits
 _SEGMENTS = 1 << 16
-_UNIT = 256  # a logit of 1 is this many units
+_UNIT = 256  # units per logit of 1
 _MAX_LOGIT = 16 * _UNIT
 _ROW_WORDS = 20  # 39 fields and a label, 32 bits each
 _TAB, _NEWLINE, _ZERO = 9, 10, 48
@@ -189,7 +189,7 @@ def _write(path: Path, model: ClickModel, stream: int, rows: int) -> Ints:
 
 
 def _truth(histogram: Ints) -> ClickLogTruth:
-    """Compute the exact AUC and the log loss of the true probabilities from the counts of :func:`_write`."""
+    """Compute the exact AUC and the log loss of the true probabilities, given the counts of :func:`_write`."""
     no_clicks, clicks = histogram
     total, total_clicks = int(histogram.sum()), int(clicks.sum())
     pairs = total_clicks * (total - total_clicks)
@@ -210,7 +210,7 @@ def _truth(histogram: Ints) -> ClickLogTruth:
 
 
 def click_thresholds() -> Ints:
-    """Return the probabilities times 2^32, rounded; element i belongs to a logit of i - _MAX_LOGIT units."""
+    """Return rounded probabilities times 2^32. Element i belongs to a logit of i - _MAX_LOGIT units."""
     with localcontext() as context:
         context.prec = 25
         step, power, one = (Decimal(1) / _UNIT).exp(), Decimal(1), Decimal(1)
@@ -225,9 +225,9 @@ class _Field(NamedTuple):
     """The values of a field: distribution, text and weights."""
 
     first: npt.NDArray[np.uint32]
-    """The first value for the upper 16 bits of a draw, [segments]; the last value means missing."""
+    """For each value of a draw's upper 16 bits, the first of its values, [segments]. The last value means missing."""
     width: npt.NDArray[np.uint32]
-    """The number of values for the lower 16 bits of a draw, [segments]."""
+    """For each value of a draw's upper 16 bits, the number of its values, [segments]."""
     text: npt.NDArray[Any]
     """Little-endian uint64 [values]: up to eight characters, the first in the lowest byte, padded with zeros."""
     weight: npt.NDArray[np.int32]
@@ -263,7 +263,7 @@ class ClickModel:
         self.intercept = self._find_intercept(logits, spec.click_share)
 
     def _find_intercept(self, logits: Ints, share: float) -> int:
-        """Return the smallest number of units for which the pilot's mean probability is at least `share`."""
+        """Return the smallest intercept, in units, for which the pilot rows' mean probability is at least `share`."""
         low, high = -_MAX_LOGIT, _MAX_LOGIT
         while low < high:
             middle = (low + high) // 2
@@ -278,7 +278,7 @@ class ClickModel:
         return np.clip(logits + (intercept + _MAX_LOGIT), 0, 2 * _MAX_LOGIT)
 
     def chunks(self, stream: int, rows: int) -> Iterator[tuple[npt.NDArray[Any], Ints]]:
-        """Yield rows of a stream: cells [n, 40], valid until the next step, and logits [n] as indices of tables."""
+        """Yield a stream's rows: cells [n, 40], valid until the next step, and logits [n] as indices of thresholds."""
         buffer = np.zeros((_CHUNK_ROWS, 1 + CRITEO_FEATURES), _CELL)
         buffer["end"] = _TAB
         buffer["end"][:, -1] = _NEWLINE
@@ -305,8 +305,8 @@ def _random_bits(seed: int, stream: int, rows: int, chunk_rows: int) -> Iterator
 
 
 def _segments(shares: npt.NDArray[np.float64], missing: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Return first values and widths of the inverse distribution function, linear between 65,536 points."""
-    cumulative = np.cumsum(shares)  # sequential, so the result is the same on all machines
+    """Return :attr:`_Field.first` and :attr:`_Field.width` for values with these shares."""
+    cumulative = np.cumsum(shares)  # cumsum adds in order, so the result is the same on all machines
     num_present = _SEGMENTS * (1000 - missing) // 1000
     edges = np.searchsorted(cumulative, np.arange(num_present) * (cumulative[-1] / num_present), side="right")
     edges = np.append(edges, len(shares)).astype(np.uint32)
@@ -339,7 +339,7 @@ def _integer_field(shape: _IntegerShape, seed: int, number: int) -> _Field:
 def _category_field(shape: _CategoryShape, seed: int, number: int) -> _Field:
     ranks = np.arange(shape.vocabulary)
     names = ranks.astype(np.uint64) + np.uint64(hash_bytes(bytes([number]), seed) & 0xFFFFFFFF)
-    names = (names * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # a bijection of 32 bits, like the next step
+    names = (names * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # a bijection, like the next step
     names ^= names >> np.uint64(15)
     nibbles = (names[:, None] >> np.arange(28, -4, -4).astype(np.uint64)) & np.uint64(15)
     digits = np.frombuffer(b"0123456789abcdef", np.uint8)[nibbles.astype(np.int64)]
@@ -353,7 +353,7 @@ def _category_field(shape: _CategoryShape, seed: int, number: int) -> _Field:
 def _weights(words: Words, seed: int, number: int) -> npt.NDArray[np.int32]:
     """Return raw weights of values of eight bytes, and of the missing value, as functions of their keys."""
     field = field_seed(number)
-    add_word: Any = hash_word  # the hash functions accept arrays too
+    add_word: Any = hash_word  # typed as Any, because the hash functions accept arrays too
     finish: Any = hash_end
     start = np.uint64(field ^ (8 * LENGTH_MULTIPLIER & MASK))
     keys = np.append(finish(add_word(start, words)), np.uint64(hash_bytes(b"", field)))

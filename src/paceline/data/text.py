@@ -1,4 +1,4 @@
-"""Read the line formats (criteo, libsvm, vw, JSON lines): byte ranges to lines, lines to batches.
+"""Read line formats (criteo, libsvm, vw, JSON lines): read lines from ranges of bytes, and parse them.
 
 A shard is a range of bytes of the decompressed text. A line belongs to the shard of its first byte, so each line is in
 exactly one shard.
@@ -22,7 +22,7 @@ from paceline.errors import DataError
 from paceline.kernels.text.codes import MISSING_LABEL
 
 MAX_LINE_BYTES = 1 << 24
-_PADDING = 64  # kernels may read eight bytes after the end, and a final newline may be added
+_PADDING = 64  # kernels may read eight bytes beyond the end, and a final newline may be added
 
 
 class TextWindow:
@@ -36,7 +36,7 @@ class TextWindow:
         self.buffer = bytearray(block_bytes + _PADDING)
         self.base = self.begin = self.end = 0
         self.num_bytes: int | None = None
-        """The length of the text; None before the end was read."""
+        """The length of the text; None until its end is read."""
 
     @property
     def position(self) -> int:
@@ -97,14 +97,14 @@ class LineReader:
 
     @property
     def num_bytes(self) -> int | None:
-        """The length of the text; None before the end was read."""
+        """The length of the text; None until its end is read."""
         return self._window.num_bytes
 
     def close(self) -> None:
         self._window.close()
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """Yield the lines that begin in [start, stop). Each block is valid until the next one."""
+        """Yield blocks of the lines that begin in [start, stop). A block is valid until the next one."""
         self._go_to(start)
         window = self._window
         grown = 0
@@ -112,7 +112,7 @@ class LineReader:
             window.fill(grown or min(self._block_bytes, max(stop - window.position + 4096, 65536)))
             buffer, begin, base = window.buffer, window.begin, window.base
             cut = buffer.rfind(b"\n", begin, window.end) + 1
-            if base + cut >= stop:  # the line with byte stop - 1 is the last that begins before stop
+            if base + cut >= stop:  # the last line that begins before stop has byte stop - 1
                 cut = buffer.find(b"\n", max(stop - 1 - base, begin), window.end) + 1
                 end = cut
             elif window.num_bytes is not None:
@@ -160,7 +160,7 @@ class LineReader:
 
 @dataclass(slots=True)
 class Parsed:
-    """A parser's result for part of a block: rows, and the positions and codes of the first bad lines."""
+    """A parser's result for a part of a block: the rows, and the first bad lines' positions and codes."""
 
     batch: Batch
     position: int
@@ -182,7 +182,7 @@ class SparseArrays:
         self.all = self._labels, self._weights, self._indptr, self._keys, self._values, self._fields
 
     def batch(self, rows: int, pairs: int, *, all_ones: bool, is_weighted: bool) -> Batch:
-        """Return copies of the first rows, so that the large arrays can be freed."""
+        """Return copies of the filled part, so that the large arrays can be freed."""
         values = None if all_ones else self._values[:pairs].copy()
         weights = self._weights[:rows].copy() if is_weighted else None
         indptr = self._indptr[: rows + 1].copy()
@@ -191,7 +191,7 @@ class SparseArrays:
 
 
 def call_kernel(kernel: Any, num_counts: int, *arguments: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return a kernel's counts (the second counts bad lines), and the places and codes of the first bad lines."""
+    """Return a kernel's counts (the second counts bad lines), and the first bad lines' positions and codes."""
     bad_at, bad_why, counts = (np.empty(size, np.int64) for size in (NUM_KEPT, NUM_KEPT, num_counts))
     kernel(*arguments, bad_at, bad_why, counts)
     num_bad = int(counts[1])

@@ -9,7 +9,7 @@ All numbers are little-endian, and sections begin at multiples of 64 bytes::
     footer      JSON: the blocks, each with the XXH64 of its bytes, and the writer's own content
     trailer     of the footer: length (uint64) and CRC-32 (uint32); version (uint32); magic
 
-A file may be malicious: all sizes and offsets are checked, so that no kernel reads beyond an array.
+A file may be malicious. Therefore all sizes and offsets are checked, so that no kernel reads beyond an array.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class BlockWriter(Closing):
 
 
 class NotBlocksError(ValueError):
-    """The file has another format."""
+    """The file is not a file of blocks."""
 
 
 class BlockFile(Closing):
@@ -165,7 +165,7 @@ class BlockFile(Closing):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for the writer of a pipe
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # no wait for a pipe's writer
         try:
             self.content = self._read_footer()
             """The part of the footer that the writer passed as `content`."""
@@ -194,7 +194,7 @@ class BlockFile(Closing):
         entry = self.entries[at]
         if not entry.num_bytes:
             return Batch(np.empty(0, np.float32), np.zeros(1, np.int64), np.empty(0, np.uint64))
-        # Copy, because a memory map is slower: it causes a page fault for each page.
+        # Read, because a memory map would be slower: each page causes a page fault.
         data = np.empty(entry.num_bytes, np.uint8)
         num_read = 0
         while num_read < len(data):

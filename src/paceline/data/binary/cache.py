@@ -1,7 +1,7 @@
 """Cache parsed shards on disk, so that later passes need not parse text again.
 
-Each shard has one file of blocks, which is renamed when it is complete. A file is ignored and replaced if it is
-truncated, damaged, from another version, or made from an older version of its source. Only the user may read the files.
+Each shard has one file of blocks, which is renamed when it is complete. A file is replaced if it is truncated, damaged,
+from another version of Paceline, or older than its source. Only the user may read the files.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paceline.storage.durable_io import process_mark, remove_leftovers
 
 _serial = itertools.count()
 _ASIDE = re.compile(r"[0-9a-f]{24}-\d+\.shard\.([0-9a-f]{16})\.\d+\.tmp")
-_LEFTOVER_S = 3600.0  # older temporary files are deleted; a container cannot see whether their writers live
+_LEFTOVER_S = 3600.0  # older temporary files are deleted, even if a process in another container writes them
 
 
 @dataclass(frozen=True, slots=True)
 class CachedShard:
-    """A shard from the cache: blocks, bad lines, and the number of shards in its file, if known."""
+    """A cached shard: blocks, bad lines, and the number of shards in the data file (None if unknown)."""
 
     blocks: list[Batch]
     num_bad: int
@@ -38,7 +38,7 @@ class CachedShard:
 
 
 class ShardCache:
-    """The cache files of one dataset. Several datasets and processes may share the folder."""
+    """The cache files of one dataset. Other datasets and processes may use the same folder."""
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class ShardCache:
         self._identity = identity
 
     def load(self, path: str, status: FileStatus, shard: int) -> CachedShard | None:
-        """Return the parsed shard in new arrays; None if the cache has none for a file with this status."""
+        """Return the parsed shard in new arrays; None if it is not cached for this status of the data file."""
         try:
             with BlockFile(self.path_of(path, shard)) as file:
                 return _decode(file, self._describe(path, status, shard))

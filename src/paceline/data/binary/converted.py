@@ -1,9 +1,9 @@
-"""Converted data: examples of other files in one file of blocks, with the description that a training needs.
+"""Converted data: one file of blocks with the examples of other files, and the description that a training needs.
 
 :class:`DataWriter` writes the file, and :class:`ConvertedFile` reads it. The file has the unscaled numbers of its
-sources. If the numbers of a column are so large that float32 would lose their differences, the writer subtracts a
-constant, the column's centre. Scales are stored separately and applied by the reader, so the file suits every model. A
-shard is a range of rows. The reader skips a damaged block and reports its rows as malformed.
+sources. If a column's numbers are so large that their differences would be lost in float32, the writer subtracts a
+constant: the column's centre. Scales are stored separately, and the reader applies them, so any model can use the file.
+A shard is a range of rows. The reader skips a damaged block and counts its rows as malformed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KIND = "data"
 _MOST_LABELS = 1000
 _GUESSES = tuple[tuple[str, str, str, int, tuple[str, ...]], ...]
 _HASH = hash_bytes(b"paceline", name_seed("hash"))
-"""A key that identifies the hash function of the keys in a file."""
+"""The hash of a fixed text. It shows whether a file's keys come from this hash function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Description:
     columns: Columns | None = None
     """The columns without scales, if the sources have columns."""
     scales: Mapping[str, tuple[Scale, ...]]
-    """The scales of numeric columns, by method of :func:`paceline.data.fit_scale`."""
+    """The scales of the numeric columns for each method of :func:`paceline.data.fit_scale`."""
     guesses: tuple[Guess, ...] = ()
     num_guessed_rows: int = 0
     sources: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Description:
 
     @property
     def centres(self) -> tuple[float, ...]:
-        """The numbers subtracted from the numeric columns before rounding to float32."""
+        """For each numeric column, the number that is subtracted before rounding to float32."""
         return tuple(scale.centre for scale in next(iter(self.scales.values()), ()))
 
     @classmethod
@@ -193,7 +193,7 @@ class ConvertedFile:
         return self._names is not None
 
     def names(self) -> dict[int, str] | None:
-        """Return the names of features by key; None if the file has no names. Raises DataError."""
+        """Return the features' names by key; None if the file has no names. Raises DataError."""
         if self._names is None:
             return None
         try:
@@ -230,23 +230,23 @@ def check_columns(path: str, stored: Columns | None, wanted: Columns | None) -> 
 
 
 def merge_guesses(files: Sequence[ConvertedFile]) -> Guesses | None:
-    """Return the guesses about the first file's sources, if they have columns."""
+    """Return the guessed kinds of the columns of the first file's sources; None if they have no columns."""
     first = files[0].description
     return None if first.columns is None else Guesses(first.columns, first.guesses, first.num_guessed_rows)
 
 
 @dataclass(frozen=True)
 class _ColumnOrder:
-    """Reorders the pairs in rows for another order of columns."""
+    """Reorders the pairs of each row to another order of columns."""
 
     categorical: npt.NDArray[np.int64]
     """The new position of each categorical column."""
     numeric: Mapping[int, int]
-    """The new position of each numeric column; such a column has one key."""
+    """The new position of each numeric column, by the column's single key."""
 
     @classmethod
     def between(cls, stored: Columns, wanted: Columns) -> _ColumnOrder | None:
-        """Return the change of order from `stored` to `wanted` columns; None for no change."""
+        """Return the reordering from `stored` to `wanted` columns; None if the order is the same."""
         if stored.is_open or (stored.categorical, stored.numeric) == (wanted.categorical, wanted.numeric):
             return None
         places = {name: place for place, name in enumerate((*wanted.categorical, *wanted.numeric))}
@@ -256,7 +256,7 @@ class _ColumnOrder:
         )
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the examples with pairs in the new order. Pairs from lists follow the categories."""
+        """Return the examples with pairs in the new order. Pairs from lists come after those of categories."""
         lengths = np.diff(batch.indptr)
         row = np.repeat(np.arange(batch.num_examples), lengths)
         at = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], lengths)
@@ -270,9 +270,9 @@ class _ColumnOrder:
 
 
 class ConvertedReader:
-    """Shards of a converted file: ranges of rows with the given average size.
+    """Shards of a converted file: ranges of rows, on average of the given size in bytes.
 
-    `columns` must have the features of the file; they define the order, the scales and the use of weights.
+    `columns` must have the same features as the file. They determine the order of features, the scales and the weights.
     """
 
     def __init__(self, path: str, columns: Columns | None, shard_bytes: int) -> None:
@@ -314,7 +314,7 @@ class ConvertedReader:
             row = end
 
     def _first_row(self, shard: int) -> int:
-        """Return the first row of a shard, at the start of a block if possible, so that few blocks are read twice."""
+        """Return a shard's first row. If possible, a block starts there, so that few blocks are read twice."""
         starts = self._file.starts
         row = min(shard * self._shard_rows, starts[-1])
         start = starts[bisect_right(starts, row) - 1]

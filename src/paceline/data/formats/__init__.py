@@ -22,7 +22,7 @@ from paceline.errors import DataError, UsageError
 
 __all__ = ["CONVERTED", "FORMATS", "Format", "detect_format", "find_format", "have_same_features", "source_format"]
 
-# JSON lines come before vw, because a text in JSON may contain the bar of a namespace; a line of vw is never a JSON
+# JSON lines come before vw, because a text in JSON may contain the bar of a namespace, and no line of vw is a JSON
 # object.
 _CLASSES = (Criteo, Libsvm, Libffm, JsonLines, VowpalWabbit, Csv, Parquet, NumpyArrays, ConvertedData)
 FORMATS: Final[Mapping[str, Format]] = {kind.name: kind() for kind in _CLASSES}
@@ -73,14 +73,14 @@ def find_format(name: str) -> Format:
 
 
 def source_format(path: str | Path, format: str | None = None) -> str:
-    """Return the name of the format that defines the features of a file.
+    """Return the name of the format that determines the features of a file.
 
-    For converted data this is the format of the sources, for arrays libsvm. `format` is the file's own format; None
-    detects it. Raises DataError, and UsageError for an unknown format.
+    For converted data this is the format of the sources; for arrays it is libsvm. `format` is the file's own format;
+    None detects it. Raises DataError, and UsageError for an unknown format.
     """
     return find_format(format or detect_format(path)).source_of(str(path))
 
 
 def have_same_features(format: str, other: str) -> bool:
-    """Return whether a model trained on one of two source formats can read the other."""
+    """Return whether a model that was trained on data of one format can predict data of the other format."""
     return format == other or all(name in FORMATS and FORMATS[name].has_columns for name in (format, other))

@@ -28,13 +28,13 @@ class Format(ABC):
     is_random_access: ClassVar[bool] = False
     """Whether the reader can start at any shard and knows the number of shards after opening."""
     scans_to_enter: ClassVar[bool] = False
-    """Whether the reader scans all text before a shard to find the start of a row."""
+    """Whether the reader must scan all text before a shard to find the start of a row."""
     samples_beginnings: ClassVar[bool] = False
-    """Whether a sample contains only the beginnings of shards, because shards are large."""
+    """Whether sampling reads only the beginnings of shards, because shards are large."""
     has_columns: ClassVar[bool] = False
-    """Whether rows belong to a table. A model can read its columns from every format of tables."""
+    """Whether rows belong to a table. A model trained on one format of tables can read all others."""
     cells_are_text: ClassVar[bool] = False
-    """Whether cells have no type, so that a category is its text in the file."""
+    """Whether cells are untyped texts, which are the categories."""
     column_options: ClassVar[tuple[str, ...]] = ()
     """The column options, such as ``--label``, that apply to the format."""
     fixed_columns: ClassVar[tuple[str, ...]] = ()
@@ -42,7 +42,7 @@ class Format(ABC):
     has_numbers: ClassVar[bool] = True
     """Whether values can be numbers, so that ``--numeric-scale`` applies."""
     is_keyed: ClassVar[bool] = False
-    """Whether numbers belong to keys instead of columns. A training scales such numbers by key."""
+    """Whether numbers belong to keys, not to columns. Then a training scales the numbers by key."""
     absent_is_zero: ClassVar[bool] = True
     """Whether a missing number means 0."""
     has_numbered_features: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class Format(ABC):
         return False
 
     def matches_unlabelled(self, path: str) -> bool:
-        """Return whether a file has this format except for missing labels."""
+        """Return whether a file has this format, but without labels."""
         return False
 
     def source_of(self, path: str) -> str:
@@ -81,7 +81,7 @@ class Format(ABC):
         return None
 
     def column_names(self, path: str, wanted: Sequence[str] = (), header: str = "auto") -> list[str]:
-        """Return the column names of a file with a table; `wanted` and `header` as in :func:`.guess_dialect`."""
+        """Return a table file's column names; :func:`.guess_dialect` describes `wanted` and `header`."""
         return []
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Format(ABC):
         return Sample(files=tuple(files), format=self.name, labels=labels, fields=self.sample_fields(files))
 
     def sample_fields(self, files: Sequence[str]) -> tuple[str, ...]:
-        """Return the namespaces, or fields, of rows spread over the files, for formats without columns."""
+        """Return the namespaces or fields of rows spread over the files if the format has no columns."""
         return ()
 
     def find_names(self, files: Sequence[str], columns: Columns | None, wanted: Keys) -> dict[int, str]:
@@ -126,7 +126,7 @@ class Format(ABC):
         return finder.names
 
     def add_names(self, finder: NameFinder, files: Sequence[str], columns: Columns | None) -> None:  # noqa: B027
-        """Add the names of features in the files to `finder`; numbered features have no names."""
+        """Add the names of features in the files to `finder`. Numbered features have no names."""
 
     @abstractmethod
     def open_reader(self, path: str, settings: ReadSettings) -> ShardReader:

@@ -30,11 +30,11 @@ CRITEO_NAMES = (
     *(f"C{number}" for number in range(1, CRITEO_CATEGORIES + 1)),
 )
 
-_LEAST_INTEGER = -16  # each negative integer down to this one is a category; smaller integers are rare
+_LEAST_INTEGER = -16  # smaller integers are rare, so no names are stored for them
 
 
 class Criteo(LineFormat):
-    """Criteo's format. An integer is read as a category, a range of numbers such as ``I3=8..11``."""
+    """Criteo's format. Integers are categories: each is read as a range of numbers, such as ``I3=8..11``."""
 
     name = "criteo"
     fixed_columns = CRITEO_NAMES

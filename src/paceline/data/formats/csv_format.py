@@ -2,7 +2,8 @@
 
 A shard is a range of bytes of the decompressed text, with the rows that begin in this range. The start of a row depends
 on all earlier quotes, so a reader that enters a file in the middle scans all earlier text. If the earlier text has no
-quote and no carriage return, the reader takes the next newline, which costs little more than reading the bytes.
+quote and no carriage return, a row starts after the next newline, so scanning takes little longer than reading the
+bytes.
 """
 
 from __future__ import annotations
@@ -171,8 +172,8 @@ def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "
 class CsvReader:
     """Shards of a csv file.
 
-    Invariant: the window begins with the first row, except the header, that begins at byte `low` or later. Some
-    starts of rows are recorded, so that text is scanned only once.
+    Invariant: the window begins with the first row (other than the header) that begins at byte `low` or later. Some
+    starts of rows are recorded, so that the same text is not scanned again.
     """
 
     def __init__(self, path: str, settings: ReadSettings) -> None:
@@ -231,7 +232,7 @@ class CsvReader:
             self.num_shards = -(-window.num_bytes // self._shard_bytes)
 
     def _text(self) -> tuple[Text, int, bool]:
-        """Return the window's buffer, its end, and whether the text ends there."""
+        """Return the window's buffer, the end of its text, and whether the file ends there."""
         window = self._window
         last = window.num_bytes is not None
         end = window.end

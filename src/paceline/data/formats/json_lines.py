@@ -162,10 +162,11 @@ def _walk(value: Any, path: str, *, in_list: bool) -> Iterator[tuple[str, Any, b
 def find_json_columns(
     path: str, objects: Sequence[Mapping[str, Any]], options: ReadOptions = NO_OPTIONS, weight: str = ""
 ) -> Columns:
-    """Return the columns of JSON lines: label, weight, and numeric fields that are categories.
+    """Return the columns of JSON lines: the label, the weight, and the fields whose numbers are categories.
 
-    Unless `options` name the label, it is the field with the first usual name, ignoring case. Unless `options` name
-    their fields, numbers that are identifiers or codes are categories. Raises UsageError for an unknown field.
+    If `options` do not name the label, it is the field with the first usual name, ignoring case. In fields that
+    `options` do not name, numbers are categories if they are identifiers or codes. Raises UsageError for an unknown
+    field.
     """
     label = options.label
     refused = [option for option in options.given if option not in JsonLines.column_options]

@@ -1,4 +1,4 @@
-"""LIBSVM's format: lines with a label and ``index:value`` pairs. The index is the key."""
+"""LIBSVM's format: each line has a label and ``index:value`` pairs. The index is the key."""
 
 from __future__ import annotations
 

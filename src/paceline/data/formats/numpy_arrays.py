@@ -1,4 +1,4 @@
-"""Read arrays in files: NumPy's ``.npy`` and ``.npz``, and sparse matrices saved by SciPy.
+"""Read arrays from files: NumPy's ``.npy`` and ``.npz``, and sparse matrices saved by SciPy.
 
 A column's number is the key, as in LIBSVM's format. A ``.npz`` file has the examples as `X` or as the arrays of
 ``scipy.sparse.save_npz`` (csr), and the labels as `y`. Otherwise the labels are in a separate file with the same name
@@ -58,7 +58,7 @@ class NumpyArrays(Format):
     def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:
         labels = [file.y for file in map(ArrayFile, files) if file.y is not None]
         sampled = (float(label) for y in labels for label in y[:: len(y) // _SAMPLED_ROWS + 1])
-        return dict(Counter(label for label in sampled if abs(label) <= MAX_FLOAT32))  # readers skip other labels
+        return dict(Counter(label for label in sampled if abs(label) <= MAX_FLOAT32))  # other labels are malformed
 
     @override
     def open_reader(self, path: str, settings: ReadSettings) -> ShardReader:
@@ -77,7 +77,7 @@ class ArrayFile:
         try:
             with _quietly():
                 arrays = _load(path)
-        except Exception as error:  # any exception may occur, because NumPy evaluates headers as Python
+        except Exception as error:  # NumPy may raise any exception, because it evaluates headers as Python
             why = printable(str(error).partition("\n")[0] or type(error).__name__, _MOST_TEXT)
             raise DataError(f"{path} cannot be read as NumPy arrays: {why}") from error
         self.X: npt.NDArray[Any] | None = arrays.get("X")
@@ -109,7 +109,7 @@ class ArrayFile:
             )
 
     def end_of_piece(self, start: int, stop: int) -> int:
-        """Return the end of the piece of rows from `start`: `stop`, or earlier if the piece would be too large."""
+        """Return the end of the piece that starts at row `start`: `stop`, or less if the piece would be too large."""
         stop = min(start + _ROWS, stop)
         if self.X is not None:
             return min(stop, start + max(_CELLS // max(int(self.X.shape[1]), 1), 1))
@@ -142,7 +142,7 @@ class ArrayFile:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress NumPy's warnings about large numbers and unusual headers, because the caller checks both."""
+    """Suppress NumPy's warnings about large numbers and unusual headers. The caller checks both."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         yield
@@ -199,7 +199,7 @@ def _is_csr(indptr: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | None, v
 
 
 class ArrayFileReader:
-    """Shards of a file of arrays: ranges of rows with the given average size."""
+    """Shards of a file of arrays: ranges of rows, on average of the given size in bytes."""
 
     def __init__(self, path: str, shard_bytes: int, *, needs_label: bool) -> None:
         self._path = path

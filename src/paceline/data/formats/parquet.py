@@ -86,7 +86,7 @@ def _rows_of(record_batch: Any, names: Sequence[str]) -> list[list[str]]:
 
 
 def _cells(column: Any) -> list[Any]:
-    """Return an Arrow column's values; times that Python cannot represent, such as the year 10000, become text."""
+    """Return an Arrow column's values. Times that Python cannot represent, such as the year 10000, are texts."""
     try:
         return list(column.to_pylist())
     except (OverflowError, ValueError):

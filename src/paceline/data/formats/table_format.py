@@ -28,11 +28,11 @@ class TableFormat(Format):
 
     @abstractmethod
     def sample_table(self, files: Sequence[str], wanted: Sequence[str] = (), header: str = "auto") -> TextTable:
-        """Return rows spread over the files; `wanted` and `header` as in :func:`.guess_dialect`."""
+        """Return rows spread over the files. :func:`.guess_dialect` describes `wanted` and `header`."""
 
     @abstractmethod
     def read_cells(self, files: Sequence[str], columns: Columns, name: str) -> Iterator[str]:
-        """Yield the text of each cell of a column; for a list, yield the text of each element."""
+        """Yield the text of each cell of a column. If a cell is a list, yield the text of each element."""
 
     @override
     def resolve(self, files: Sequence[str], columns: Columns | None, *, needs_label: bool) -> Columns | None:
@@ -53,7 +53,7 @@ class TableFormat(Format):
             wanted = [name for name in (*options.names, weight) if name and not is_number(name)]  # without positions
             table = self.sample_table(files, wanted, options.header)
             if not table.rows:
-                raise DataError(f"{files[0]} has columns, and no row of data: write rows to it, or name another file")
+                raise DataError(f"{files[0]} has columns, but no row of data. Write rows to it, or name another file")
             guesses = guess_columns(files[0], table, options, weight or "")
         else:
             self.resolve(files, columns, needs_label=True)

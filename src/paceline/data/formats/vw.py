@@ -64,7 +64,7 @@ class Libffm(_FieldedFormat):
 
 
 class VowpalWabbit(_FieldedFormat):
-    """Vowpal Wabbit's format, without its variants for contextual bandits."""
+    """Vowpal Wabbit's format, except its variants for contextual bandits."""
 
     name = "vw"
     may_lack_labels = True
@@ -85,7 +85,7 @@ class VowpalWabbit(_FieldedFormat):
 
 
 def _is_bar_separated(lines: Sequence[str]) -> bool:
-    """Return whether lines in Vowpal Wabbit's format are in fact CSV: the first has names, or no line has a feature."""
+    """Return whether lines that look like vw are CSV: the first line has names, or no line has a feature."""
     if re.fullmatch(r"[^\s|]+(?:\|[^\s|]+)+", lines[0]) is None:
         return False
     dialect = guess_dialect("\n".join(lines))

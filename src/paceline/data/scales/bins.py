@@ -1,6 +1,6 @@
-"""Bins of numeric columns. Each bin is a feature with value 1, so a column may have a nonlinear effect.
+"""Bins of numeric columns. Each bin is a feature with value 1, so a linear model learns a nonlinear effect.
 
-Rows spread over the files determine the bins, which are part of a column's scale
+Bins are fitted to rows spread over the files and stored in the column's scale
 (:class:`paceline.data.scales.scaling.Scale`). There are two methods. Quantiles of the numbers give bins with about
 equally many rows. Logarithms give the bins floor(ln(x)^2), as in the winning entry of Criteo's challenge of 2014 (Juan,
 Zhuang, Chin, "3 Idiots' approach for display advertising challenge", github.com/guestwalk/kaggle-2014-criteo) and in
@@ -29,7 +29,7 @@ Doubles = npt.NDArray[np.float64]
 def quantile_edges(numbers: Doubles, num_bins: int) -> tuple[float, ...]:
     """Return the lower bounds of all bins except the first (float32, ascending).
 
-    Bins have about equally many numbers; many equal numbers lead to fewer bins.
+    Each bin has about equally many numbers. If many numbers are equal, there are fewer bins.
     """
     if not len(numbers):
         return ()
@@ -38,7 +38,7 @@ def quantile_edges(numbers: Doubles, num_bins: int) -> tuple[float, ...]:
 
 
 def log_edges(numbers: Doubles, unit: float) -> tuple[float, ...]:
-    """Return the lower bounds of bins for x = number / unit: 0, 1 and 2, and each new value of floor(ln(x)^2).
+    """Return the lower bounds of bins. For x = number / unit, bins start at 0, 1, 2 and at each new floor(ln(x)^2).
 
     The bins of negative numbers mirror those of positive numbers. The last bin contains the largest number.
     """
@@ -57,7 +57,7 @@ def _distinct_edges(edges: Doubles, numbers: Doubles) -> tuple[float, ...]:
 
 
 def bins_of(numbers: Doubles, edges: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Return each number's bin, from 0: the number of edges at or below the number (as float32)."""
+    """Return each number's bin, from 0: the count of edges that are at most the number in float32."""
     return np.searchsorted(np.array(edges, np.float32), numbers.astype(np.float32), side="right").astype(np.int64)
 
 
@@ -66,12 +66,12 @@ def bin_key(name: str, number: int) -> int:
 
 
 def key_bin_key(key: int, number: int) -> int:
-    """Return the key of a bin of the feature `key`, which is hashed first because it may be a small number."""
+    """Return the key of a bin of feature `key`. It is hashed first, because it may be a small number."""
     return hash_bytes(number.to_bytes(8, "little"), hash_bytes(key.to_bytes(8, "little"), 0))
 
 
 def bin_names(name: str, edges: Sequence[float], centre: float = 0.0, key: int | None = None) -> dict[int, str]:
-    """Return the names of the bins of a column, or of the feature `key`, by the bins' keys.
+    """Return the names, by key, of the bins of a column or of the feature `key`.
 
     A name such as ``age=18..25`` means at least 18 and below 25.
     """
@@ -105,7 +105,7 @@ class ColumnBins:
         self._all_are_binned = all(map(len, edges))
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the rows with bins in place of numbers, and with fields; overwrites the batch's arrays."""
+        """Return the rows with bins instead of numbers, and with fields. The batch's arrays are overwritten."""
         from paceline.kernels.features.scaling import bin_columns
 
         assert batch.values is not None
@@ -113,7 +113,7 @@ class ColumnBins:
         if fields is None:
             fields = np.empty(len(batch.keys), np.uint32)
         else:
-            num_categorical = 0  # the kernel writes the fields of categories, but these pairs have fields already
+            num_categorical = 0  # these pairs have fields already, so the kernel must not write the categories' fields
         bin_columns(
             *(batch.indptr, batch.keys, batch.values, fields, self._hashes[self._num_categorical - num_categorical :]),
             *(num_categorical, self._seeds, self._firsts, self._edges, self._keys),
@@ -122,7 +122,7 @@ class ColumnBins:
 
 
 class KeyBins:
-    """Bins for the numbers of features identified by `keys` (uint64 [n]), with the `edges` of each key."""
+    """Bins for the numbers of features. `edges` has the edges for each of the features' `keys` (uint64 [n])."""
 
     def __init__(self, keys: npt.NDArray[np.uint64], edges: Sequence[Sequence[float]]) -> None:
         of_edges = np.repeat(np.arange(len(edges)), list(map(len, edges)))
@@ -131,7 +131,7 @@ class KeyBins:
         """The keys of all bins (uint64)."""
 
     def find(self, at: npt.NDArray[np.int64], numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint64]:
-        """Return the key of each number's bin (numbers float32 [m]); ``at[i]`` is the index of number i's key."""
+        """Return the key of each number's bin. Number i (float32 [m]) belongs to the key with index ``at[i]``."""
         found: npt.NDArray[np.uint64] = self.keys[
             np.searchsorted(self._edges, _ordered(at, numbers), side="right") + at
         ]
@@ -139,7 +139,7 @@ class KeyBins:
 
 
 def _ordered(at: npt.NDArray[np.int64], numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint64]:
-    """Return integers with the order of the pairs (`at`, `numbers`), so that one search serves all keys."""
+    """Return integers that sort like the pairs (`at`, `numbers`), so that one search finds the bins of all keys."""
     bits = (numbers + np.float32(0)).view(np.uint32)  # adding 0 turns -0.0 into 0.0
     ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
     found: npt.NDArray[np.uint64] = (at.astype(np.uint64) << np.uint64(32)) | ordered

@@ -1,8 +1,7 @@
-"""Find the features of examples that are numbers, and candidate scales and bins for all these features together.
+"""Find the features whose values are numbers, and candidates for the scales and bins of all of them together.
 
-The fit of a single feature (:mod:`.scaling`) is a good guide, but not exact: together with other features, a feature
-may explain more or less than alone, and the cost of a bin depends on the learning algorithm. A trial selects the best
-candidate.
+The best scale of a feature alone (:mod:`.scaling`) need not be the best one together with other features, and the cost
+of a bin depends on the learning algorithm. A trial selects the best candidate.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from paceline.data.scales.one_column import Doubles
 from paceline.data.scales.scaling import TRIED_BINS, ExplainedNumbers, Scale, explain_numbers
 
 _LEAST_SHARE: Final = 0.1
-_TABLE_SHARE: Final = 0.9  # fraction of pairs above which all features are columns of a table
+_TABLE_SHARE: Final = 0.9  # if common features have this fraction of the pairs, the data is a table
 _DENSE_SHARE: Final = 0.5
 _LEAST_ROWS: Final = 20
 _LEAST_VALUES: Final = 3
@@ -45,11 +44,11 @@ class NumericFeature:
 
 
 def find_numeric_features(batch: Batch, *, absent_is_zero: bool) -> list[NumericFeature]:
-    """Return the features that are numbers, which means three values or more, in at least a tenth of the rows.
+    """Return the features with at least three values that occur in at least a tenth of the rows.
 
-    If `absent_is_zero`, a missing number is 0. With many rare features, such as words, a number must then occur in half
-    of the rows, because the zeros would outweigh the rare features. Uses up to 10,000 evenly spread rows, and fewer for
-    many features. Returns no features if there are more than 2,000 that are not columns of a table.
+    If `absent_is_zero`, a missing number is 0. If then more than a tenth of the pairs are rare features, such as words,
+    a feature must occur in half of the rows, because the zeros would outweigh the rare features. Uses up to 10,000
+    evenly spread rows. Returns no features if more than 2,000 remain.
     """
     if batch.values is None:
         return []
@@ -66,7 +65,7 @@ def find_numeric_features(batch: Batch, *, absent_is_zero: bool) -> list[Numeric
 
 
 def numbers_of(batch: Batch, keys: Sequence[int], *, absent_is_zero: bool) -> list[NumericFeature]:
-    """Return the numbers of these features, in their order; arguments as in :func:`find_numeric_features`."""
+    """Return the features with these `keys`, in this order. Missing numbers are as in :func:`find_numeric_features`."""
     if not keys:
         return []
     batch = _spread_rows(batch, min(max(_MOST_NUMBERS // len(keys), _LEAST_ROWS), _MOST_ROWS))
@@ -96,14 +95,14 @@ def _spread_rows(batch: Batch, most: int) -> Batch:
 
 
 def known_labels(labels: Doubles) -> Doubles | None:
-    """Return labels that a line can explain; None for 3 to 64 distinct labels, which may be classes or counts."""
+    """Return the labels; None if 3 to 64 are distinct, because they may be classes, which no line explains."""
     return None if 2 < len(np.unique(labels[np.isfinite(labels)])) <= _CLASSES else labels
 
 
 def explain_features(features: Sequence[NumericFeature]) -> list[ExplainedNumbers]:
-    """Return the fit of each feature alone.
+    """Return the scales of each feature, fitted to the labels without the other features.
 
-    Among many features some fit better on logarithms by chance. Therefore logarithms must be better by an additional
+    Of many features, some fit better with logarithms by chance. Therefore logarithms must be better by additional
     ln(number of features) nats (the risk inflation criterion: Foster and George, Annals of Statistics 1994).
     """
     chance = math.log(max(len(features), 1))
@@ -111,11 +110,11 @@ def explain_features(features: Sequence[NumericFeature]) -> list[ExplainedNumber
 
 
 def candidate_scales(explained: Sequence[ExplainedNumbers]) -> list[tuple[Scale, ...]]:
-    """Return distinct candidates for the scales of all features, the usual scales first.
+    """Return distinct candidates for the scales of all features. The usual scales come first.
 
     The other candidates are: 8, 16, 32 or 64 bins for all features that usually have bins; 8, 16 or 32 bins for all
-    features; no bins; no bins and no logarithms. No candidate selects features by their gain, because some of many
-    features gain by chance, even on held-out examples.
+    features; no bins; no bins and no logarithms. No candidate selects features by their gain: of many features, some
+    gain by chance, even on held-out examples.
     """
     usual = tuple(fit.usual for fit in explained)
     found = [usual]

@@ -18,14 +18,14 @@ _STEPS: Final = 25
 _HALVINGS: Final = 6
 _ENOUGH: Final = 1e-9
 _SAME: Final = 1e-12
-_MOST: Final = 1e6  # the largest ratio of the variance of a quantity to the residual variance
+_MOST: Final = 1e6  # upper limit of the ratio: variance of a quantity / residual variance
 
 
 def line_loss(numbers: Doubles, labels: Doubles) -> float:
-    """Return the mean loss in nats of the best line, including the penalty; `numbers` and `labels` float64 [n].
+    """Return the mean loss in nats of the best line, including the penalty. Both arrays are float64 [n].
 
-    Labels with two values are classes (logistic regression by Newton's method), other labels quantities (least
-    squares).
+    If labels have two values, they are classes (logistic regression by Newton's method). Otherwise they are quantities
+    (least squares).
     """
     x, classes = _standardised(numbers), _as_classes(labels)
     cost = 1 / max(len(x), 1)
@@ -38,7 +38,7 @@ def line_loss(numbers: Doubles, labels: Doubles) -> float:
 def table_loss(codes: npt.NDArray[np.int64], labels: Doubles) -> float:
     """Return the mean loss in nats of a rate (a mean) for each value, including the penalty.
 
-    `codes` int64 [n], from 0, are the numbers of the rows' values; `labels` as in :func:`line_loss`.
+    `codes` int64 [n] has each row's value as a number from 0.
     """
     counts = np.bincount(codes)
     cost = (np.count_nonzero(counts) - 1) / max(len(codes), 1)
@@ -49,7 +49,7 @@ def table_loss(codes: npt.NDArray[np.int64], labels: Doubles) -> float:
 
 
 def _as_classes(labels: Doubles) -> Doubles | None:
-    """Return labels of at most two values as 0 and 1; None for more values."""
+    """Return labels as 0 and 1 if they have at most two values; otherwise None."""
     values = np.unique(labels)
     return None if len(values) > 2 else np.searchsorted(values, labels).astype(np.float64)
 
@@ -58,7 +58,7 @@ def _standardised(numbers: Doubles) -> Doubles:
     largest = float(np.abs(numbers).max(initial=0.0))
     if not 0 < largest < np.inf:
         return np.zeros(len(numbers))
-    centred = numbers / largest  # squares of these do not overflow
+    centred = numbers / largest  # squares of the result do not overflow
     centred -= centred.mean()
     deviation = float(np.sqrt(np.mean(centred * centred)))
     return centred / deviation if deviation > _SAME else np.zeros(len(numbers))
@@ -70,7 +70,7 @@ def _gaussian_loss(residuals: Doubles) -> float:
 
 
 def _log_loss(rates: Doubles, classes: Doubles) -> float:
-    """Return the mean log loss. Rates of 0 and 1 occur only for equal labels."""
+    """Return the mean log loss. A rate is 0 or 1 only if all its labels are equal."""
     predicted = np.where(classes > 0, rates, 1.0 - rates)
     return float(-np.log(np.maximum(predicted, 1e-300)).mean()) if len(predicted) else 0.0
 

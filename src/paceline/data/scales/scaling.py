@@ -1,8 +1,8 @@
 """Choose the scale or the bins of a column's numbers, using rows spread over the files.
 
 Gradients of a linear model are proportional to the features' values, so columns of thousands and of thousandths would
-need different learning rates. A row lacks the feature of a missing number, which therefore counts as the mean of a
-standardized column.
+need different learning rates. If a row has no number, it lacks the feature. In a standardized column, this counts as
+the mean.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ KEPT_SCALES = ("auto", "standard", "log", "log-bins")
 _QUANTILES = re.compile(r"quantile:([0-9]{1,9})")
 TRIED_BINS = (8, 16, 32, 64)
 _USUAL_BINS = TRIED_BINS[:3]
-_NONLINEAR = 10.0  # nats: if the effect is linear, bins seldom explain more than a line by this
-_HEAVY = 10.0  # deviations; the largest of 20,000 exponential variables is 9 above the mean
+_NONLINEAR = 10.0  # nats: if the effect is linear, bins are rarely better than a line by this amount
+_HEAVY = 10.0  # deviations: the largest of 20,000 exponential variables is 9 deviations above the mean
 _LEAST_ROWS = 20
-_FAR = 1000.0  # deviations from 0; float32 then has 14 bits for a deviation
-_EVIDENCE = 2.0  # nats: one scale is e^2 times as likely as another
+_FAR = 1000.0  # a mean of this many deviations leaves float32 14 bits for one deviation
+_EVIDENCE = 2.0  # nats: the better scale is e^2 times as likely
 _UNIT_SHARES = (0.5, 0.01)  # candidates for the fraction of nonzero magnitudes below a unit
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """x becomes (x - mean) / deviation; with a `unit` u, sign(x) log(1 + |x|/u) replaces x.
+    """x becomes (x - mean) / deviation. If `unit` is not 0, x is first replaced by sign(x) log(1 + |x| / unit).
 
-    If the deviation is 0, numbers do not change. With `edges`, numbers become categories. First `centre` is subtracted,
-    and the result is rounded to float32. The centre is in the middle of numbers that are far from 0 but close together,
-    such as times.
+    If the deviation is 0, numbers do not change. If there are `edges`, numbers become categories. The reader subtracts
+    `centre` from a number before it rounds the number to float32. The centre is the mean of numbers that are far from 0
+    but close together, such as times; otherwise it is 0.
     """
 
     unit: float
-    """0 for no logarithms. Otherwise the scale is nearly linear for numbers below the unit, and logarithmic above."""
+    """0: no logarithms. Otherwise the scale is nearly linear for numbers below the unit, and logarithmic above."""
     mean: float
     deviation: float
     centre: float = 0.0
     edges: tuple[float, ...] = ()
-    """Lower bounds of all bins except the first, for numbers minus `centre` (float32); empty without bins."""
+    """Lower bounds (float32) of all bins except the first, minus `centre`; empty if there are no bins."""
 
     @classmethod
     def from_fields(cls, fields: Sequence[Any]) -> Scale:
@@ -83,7 +83,7 @@ class Scale:
         return replace(self, centre=centre, edges=tuple(edges.tolist()))
 
     def as_array(self) -> Doubles:
-        """Return the scale as an argument of kernels."""
+        """Return the scale as an array for kernels."""
         return np.array([self.unit, self.mean, self.deviation, self.centre])
 
     def describe(self) -> str:
@@ -108,16 +108,17 @@ def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = 
     """Choose the scale of a column, given a sample of its cells. `how` is any method except ``none``.
 
     ``quantile:N`` divides the numbers into N bins, ``log-bins`` into bins of their logarithms (:mod:`.bins`). ``auto``
-    may choose 8, 16 or 32 quantile bins. It does so if a rate (a mean) per bin explains the `labels` (float64, one per
-    cell; NaN if missing) better than a line by more than 10 / rows nats per row, with a penalty of 1 / rows for each
-    bin beyond the first.
+    may choose 8, 16 or 32 quantile bins. It does so if a model with a rate per bin explains the `labels` (float64, one
+    per cell; NaN if missing) better than a line. The difference must exceed 10 / rows nats per row, after a penalty of
+    1 / rows for each bin beyond the first.
 
-    Otherwise ``auto`` chooses logarithms if they explain the labels better by at least 2 / rows nats per row, and
-    rejects them if they are worse by as much. In between, and without labels, it chooses logarithms if a value is more
-    than 10 deviations from the mean, and less than half as many after logarithms.
+    Otherwise ``auto`` compares lines with and without logarithms, and chooses the better one if the difference is at
+    least 2 / rows nats per row. If the difference is smaller, or if there are no labels, it chooses logarithms for long
+    tails: the farthest value is more than 10 deviations from the mean, and less than half as many after logarithms.
 
-    The unit of logarithms is 1 for integers. Otherwise a half or a hundredth of the magnitudes are below it, depending
-    on which explains the labels better; without labels it is a half. Bins use the smaller unit.
+    For integers, the unit of logarithms is 1. For other numbers, half or a hundredth of the magnitudes are below the
+    unit: the fraction that explains the labels better, or half if there are no labels. ``log-bins`` uses the smaller
+    unit.
     """
     cells = list(cells)
     rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and is_number(cell)]
@@ -126,7 +127,7 @@ def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = 
 
 
 def fit_numbers(numbers: Doubles, how: str, known: Doubles | None = None) -> Scale:
-    """Do the same as :func:`fit_scale` for finite float64 numbers. `known` are their labels, or None."""
+    """Choose the scale as :func:`fit_scale` does, for finite float64 numbers. `known` are their labels, or None."""
     if how == "auto":
         return explain_numbers(numbers, known).usual
     plain, _ = _standard_scale(numbers)
@@ -141,27 +142,27 @@ def fit_numbers(numbers: Doubles, how: str, known: Doubles | None = None) -> Sca
 
 @dataclass(frozen=True, slots=True)
 class ExplainedNumbers:
-    """The scales and bins of a column's numbers, and their fit to the labels."""
+    """Candidates for the scale and the bins of a column's numbers, fitted to the labels."""
 
     plain: Scale
     line: Scale
-    """The better scale for a line: plain or logarithmic."""
+    """The scale on which a line fits better: plain or logarithmic."""
     bins: tuple[Scale, ...]
-    """Quantile bins for each of :data:`TRIED_BINS`; the line's scale if numbers are equal or labels unknown."""
+    """Quantile bins for each of :data:`TRIED_BINS`; `line` if all numbers are equal or labels are unknown."""
     gains: tuple[float, ...]
-    """The total gain in nats of each number of bins over a line, minus one per bin; -inf if labels are unknown."""
+    """For each number of bins, the total gain over a line in nats, minus one per bin; -inf if labels are unknown."""
 
     @property
     def usual(self) -> Scale:
-        """The choice of ``auto`` if this column is considered alone."""
+        """The choice of ``auto``, which ignores other columns."""
         best = max(range(len(_USUAL_BINS)), key=lambda place: self.gains[place])
         return self.bins[best] if self.gains[best] > _NONLINEAR else self.line
 
 
 def explain_numbers(numbers: Doubles, known: Doubles | None, chance: float = 0.0) -> ExplainedNumbers:
-    """Return the scales of numbers (finite float64) and their fit to labels (`known`: NaN if missing; None: no labels).
+    """Return the candidates for finite float64 numbers. `known` are their labels (NaN: missing), or None.
 
-    `chance` is the gain in nats that logarithms of one among many columns may have by chance.
+    `chance` is the gain in nats by which the best of many columns may be better with logarithms by chance.
     """
     known = _known(known)
     plain, farthest = _standard_scale(numbers)
@@ -190,14 +191,14 @@ def _known(labels: Doubles | None) -> Doubles | None:
 
 
 def _standard_scale(numbers: Doubles) -> tuple[Scale, float]:
-    """Return the standard scale, and the largest distance of a number from the mean, in deviations."""
+    """Return the standard scale, and the distance of the farthest number from the mean, in deviations."""
     (mean, deviation), farthest = _standardise(numbers.tolist())
     centre = float(np.float32(mean)) if _FAR * deviation < abs(mean) <= MAX_FLOAT32 else 0.0
     return Scale(0.0, mean, deviation, centre), farthest
 
 
 def _log_scale(numbers: Doubles, centre: float, known: Doubles | None) -> tuple[Scale, float, float]:
-    """Return the logarithmic scale, the largest distance from its mean in deviations, and a line's loss."""
+    """Return the logarithmic scale, the farthest logarithm's distance from the mean in deviations, and the loss."""
     units = _units(numbers)
     losses = [0.0 if known is None else _line_loss(signed_logs(numbers, unit), known) for unit in units]
     unit = units[int(np.argmin(losses))]
@@ -221,7 +222,7 @@ def signed_logs(numbers: Doubles, unit: float | Doubles) -> Doubles:
 
 
 def _units(numbers: Doubles) -> list[float]:
-    """Return candidates for the unit of logarithms, the most likely first."""
+    """Return candidates for the unit of logarithms. The most likely unit comes first."""
     sizes = np.abs(numbers[numbers != 0])
     if not len(sizes) or (numbers == np.rint(numbers)).all():
         return [1.0]
@@ -235,7 +236,7 @@ def _line_loss(numbers: Doubles, labels: Doubles) -> float:
 
 
 def _standardise(numbers: list[float]) -> tuple[tuple[float, float], float]:
-    """Return mean, deviation, and the largest distance from the mean in deviations, from exact sums."""
+    """Return mean and deviation, from exact sums, and the farthest number's distance from the mean in deviations."""
     if not numbers:
         return (0.0, 1.0), 0.0
     mean = math.fsum(number / len(numbers) for number in numbers)
@@ -265,7 +266,7 @@ class ColumnScaling:
         return self.apply_in_place(batch.copy())
 
     def apply_in_place(self, batch: Batch) -> Batch:
-        """Scale the values of the batch in place, and return the rows with bins in place of numbers."""
+        """Scale the batch's values in place. Return the rows, with bins instead of numbers."""
         if batch.values is None or not len(self._seeds):
             return batch
         self._scale_columns(batch.indptr, batch.keys, batch.values, self._seeds, self._centres, self._scales)

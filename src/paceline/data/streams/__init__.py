@@ -49,7 +49,7 @@ def read_bytes(stream: ByteStream, num_bytes: int) -> bytes:
 
 
 def text_size(path: str, num_bytes: int) -> int | None:
-    """Return the length of the text in a file of `num_bytes`; None for compressed files without sizes of members."""
+    """Return the text's length in a file of `num_bytes`; None if it is compressed without its members' sizes."""
     if not is_packed(path):
         return num_bytes
     members = find_members(path)
@@ -57,7 +57,7 @@ def text_size(path: str, num_bytes: int) -> int | None:
 
 
 def line_number(path: str | Path, offset: int) -> int:
-    """Return the number, from 1, of the line with byte `offset` of the decompressed text."""
+    """Return the number, from 1, of the line that has byte `offset` of the decompressed text."""
     newlines = 0
     with closing(open_stream(str(path))) as stream:
         while data := read_bytes(stream, min(offset - stream.position, 1 << 20)):

@@ -2,7 +2,7 @@
 
 BGZF files (``bgzip``; SAM/BAM Format Specification, section 4.1) are gzip members of up to 64 KiB of text, with their
 sizes in the headers. Zstandard files with several frames (``pzstd``) have the size of the text in each frame's header
-(RFC 8878, section 3.1.1). In other files, with one member or without sizes, reading must start at the beginning.
+(RFC 8878, section 3.1.1). If a file has one member, or no sizes, reading must start at the beginning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import lru_cache
 from paceline.data.streams.remote import is_url
 from paceline.errors import DataError
 
-_MOST_FRAME_BYTES = 16 << 20  # limit of text; a larger frame takes too long to decompress
+_MOST_FRAME_BYTES = 16 << 20  # of text; decompressing a larger frame takes too long
 _BGZF_HEADER = struct.Struct("<4s6xH2sHH")
 _ZSTD_MAGIC, _SKIPPED = b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18"
 
@@ -31,13 +31,13 @@ class Members:
     num_bytes: int
 
     def before(self, position: int) -> tuple[int, int]:
-        """Return the offsets, in text and file, of the last member with a start in the text up to `position`."""
+        """Return the offsets, in text and file, of the last member that starts at or before `position` in the text."""
         at = max(bisect_right(self.starts, position) - 1, 0)
         return self.starts[at], self.offsets[at]
 
 
 def find_members(path: str) -> Members | None:
-    """Return the members of a local file; None unless there are several members with sizes.
+    """Return the members of a local file; None if it has no sizes, or only one member.
 
     Raises DataError for a truncated BGZF file, which lacks the final empty member.
     """
@@ -47,7 +47,7 @@ def find_members(path: str) -> Members | None:
         status = os.stat(path)
         return _find_members(path, status.st_size, status.st_mtime_ns)
     except OSError:
-        return None  # the reader raises the error when it opens the file
+        return None  # opening the file raises this error again
 
 
 @lru_cache(maxsize=64)
@@ -75,7 +75,7 @@ def _find_members(path: str, size: int, mtime_ns: int) -> Members | None:
 
 
 def _bgzf_members(descriptor: int, size: int) -> Iterator[tuple[int, int | None]]:
-    """Yield the offset of each member and the size of its text; None if the size is missing."""
+    """Yield the offset of each member and the size of its text. A missing size is None."""
     at = 0
     while at < size:
         header = os.pread(descriptor, _BGZF_HEADER.size, at)

@@ -17,9 +17,9 @@ from paceline.errors import DataError, UsageError
 class PackedStream(ABC):
     """The text of a compressed file with one or several members.
 
-    `seek` starts at the member that contains the position, if the members' sizes are known
-    (:mod:`paceline.data.streams.members`). Otherwise seeking backward starts at the beginning of the file, and seeking
-    forward decompresses.
+    If the members' sizes are known (:mod:`paceline.data.streams.members`), `seek` starts at the member that contains
+    the position. Otherwise it decompresses all text before the position: from the current position if it is earlier,
+    else from the beginning of the file.
     """
 
     suffix: str
@@ -44,15 +44,15 @@ class PackedStream(ABC):
 
     @abstractmethod
     def _new_decoder(self) -> Any:
-        """Return a decoder for one member, with `eof` and `unused_data` as in zlib."""
+        """Return a decoder of one member. Like zlib's decoders, it has `eof` and `unused_data`."""
 
     @abstractmethod
     def _decode(self, data: bytes, limit: int) -> tuple[bytes, bytes]:
-        """Return text, possibly more than `limit` bytes, and the remainder of `data`."""
+        """Return text, and the remainder of `data`. The text may exceed `limit` bytes."""
 
     @abstractmethod
     def _trim(self, data: bytes) -> bytes:
-        """Return `data` without padding between members."""
+        """Return `data` without the padding at its start."""
 
     def readinto(self, view: memoryview) -> int:
         text = self.decompress(len(view))
@@ -98,7 +98,7 @@ class PackedStream(ABC):
         return count > 0
 
     def _next_member(self) -> bool:
-        """Start the next member; return whether there is one. Raises DataError for other bytes than padding."""
+        """Start the next member; return whether there is one. Raises DataError for bytes that are no padding."""
         is_first = self._raw.position == 0
         size = len(self.magics[0])
         self._pending = self._trim(self._pending)

@@ -45,7 +45,7 @@ class ByteStream(Protocol):
     position: int
 
     def readinto(self, view: memoryview) -> int:
-        """Fill a prefix of `view`; return the number of bytes, which is 0 only at the end."""
+        """Fill the start of `view`. Return the number of bytes, which is 0 only at the end of the file."""
 
     def seek(self, position: int) -> None:
         """Move to `position`, or to the end if the file is shorter."""
@@ -55,7 +55,7 @@ class ByteStream(Protocol):
 
 
 class PlainStream:
-    """An uncompressed file, opened as a descriptor: an unfinished iterator over a file object would cause a warning."""
+    """An uncompressed file. It is a descriptor, because Python warns if a file object is not closed."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -37,13 +37,13 @@ def full_path(path: str | Path) -> str:
 
 def check_local(path: str | Path, format: str) -> None:
     if is_url(path):
-        raise UsageError(f"{path}: {format} files are memory-mapped, so a URL is not possible. Copy the file first")
+        raise UsageError(f"{path}: {format} files are memory-mapped and cannot be read from a URL. Copy the file first")
 
 
 def stat_url(url: str) -> FileStatus:
     with _data_errors(url):
         system, path = _find_system(url)
-        system.invalidate_cache(path)  # old listings would have old sizes
+        system.invalidate_cache(path)  # cached listings may have old sizes
         found = system.info(path)
         version = " ".join([str(system.ukey(path)), *(str(found[mark]) for mark in _MARKS if mark in found)])
     if found["type"] != "file":
@@ -62,7 +62,7 @@ def open_url(url: str) -> Any:
 
 
 def expand_url(pattern: str) -> list[str]:
-    """Return the URLs that match a pattern, or a URL without a pattern itself. Raises DataError without a match."""
+    """Return the URLs that match a pattern, or a URL without a pattern. Raises DataError if none matches."""
     from glob import has_magic
 
     if not has_magic(_URL.sub("", pattern)):
