@@ -67,7 +67,7 @@ class TextTable:
         return find_classes(self.column(name))
 
     def labels(self, name: str) -> npt.NDArray[np.float64] | None:
-        """Return a column's labels, NaN if missing; None for 3 to 64 distinct ones, which may be classes or counts."""
+        """Return a column's labels (NaN: missing). None if 3 to 64 are distinct: they may be classes or counts."""
         classes = self.classes(name)
         found = [read_label(cell, classes) for cell in self.column(name)]
         if 2 < len({label for label in found if label is not None}) <= _MOST_CLASSES:

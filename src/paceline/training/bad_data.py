@@ -22,10 +22,10 @@ class BadData:
     count: int
     first: list[str]
     are_unlabelled: bool = False
-    """Whether the first lines lack only a label."""
+    """Whether the first lines are malformed only because they lack a label."""
 
     def sentence(self, num_good: int | None = None) -> str:
-        """Return a warning with the first lines. Given `num_good` valid lines, it states a large skipped fraction."""
+        """Return a warning with the first lines. If `num_good` is given, it also states a large skipped fraction."""
         share = 0.0 if num_good is None else self.count / max(self.count + num_good, 1)
         of_all = f", {share:.0%} of all," if share > _LARGE_SHARE else ""
         kind = "unlabelled" if self.are_unlabelled else "malformed"
@@ -46,14 +46,14 @@ class BadData:
 
 
 def plain_bad_lines(bad: BadLines, by_shard: Mapping[tuple[int, int], int]) -> tuple[list[list[int]], list[list[Any]]]:
-    """Return the counts (file, shard, count) and the first lines, as plain values for :func:`describe_bad_lines`."""
+    """Return the counts (file, shard, count) and the first lines, in the format for :func:`describe_bad_lines`."""
     return [[*where, count] for where, count in by_shard.items()], [list(astuple(line)) for line in bad.first]
 
 
 def describe_bad_lines(
     found: Sequence[tuple[Sequence[Sequence[int]], Sequence[Sequence[Any]]]],
 ) -> BadData:
-    """Merge the results of :func:`plain_bad_lines` of several readers; a shard read by two readers counts once."""
+    """Merge several readers' results of :func:`plain_bad_lines`. A shard that two readers read counts once."""
     counts = {(file, shard): count for by_shard, _ in found for file, shard, count in by_shard}
     lines = {(line[0], line[1] or 0, line[2] or 0): line for _, first in found for line in first}
     described = []
@@ -69,5 +69,5 @@ def find_bad_lines(dataset: Dataset) -> BadData:
 
 
 def no_line_left(path: object, purpose: str, bad: BadData) -> DataError:
-    """Return the error for data without a usable line; `purpose` is the verb in the message, such as ``read``."""
+    """Return the error for data without a usable line. `purpose` completes "that can be", such as ``read``."""
     return DataError(f"{path} has no line that can be {purpose}" + (f": {bad.first[0]}" if bad.first else ""))

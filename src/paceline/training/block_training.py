@@ -1,7 +1,7 @@
-"""A training by blocks of columns, from the driver's side: workers read the data once, then solve for the weights.
+"""Direct a training by blocks of columns: the workers read the data once, then solve for the weights.
 
-If a worker dies, its rows are lost: the remaining workers read all data again, and the passes start from the beginning.
-The weights are in a table of their own; at the end they become the weights of an ordinary logistic regression.
+If a worker dies, its rows are lost. Then the remaining workers read all data again and restart the passes. The solver's
+weights are in a separate table. At the end, they are written to the table of the logistic regression.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ENDS = {
 
 
 class BlockTraining:
-    """A training on a cluster; `on_news` receives a line about each pass."""
+    """A training by blocks on a cluster. `on_news` receives a line about each pass."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class BlockTraining:
         self._warn = warn
 
     def run(self, reading: jobs.WorkerTask, dataset: Dataset, share: float) -> FinishedJob:
-        """Read the columns, solve for the weights and write them to the model, also after an interruption.
+        """Read the columns, solve for the weights and write them to the model. An interruption also writes them.
 
-        `share` is this job's fraction of the whole work. The reports include one per pass.
+        `share` is this job's fraction of the whole work. The returned reports contain one for each pass.
         """
         attempt = 0
         while True:
@@ -128,7 +128,7 @@ class BlockTraining:
                 self._client.open_table(spec).set_update(ProximalNewton(l1=self._blocks.l1, l2=self._blocks.l2))
 
     def _move_weights(self, name: str, *, is_wanted: bool = True) -> None:
-        """Empty the solver's table; if `is_wanted`, first write its nonzero weights to the model's table."""
+        """Empty the solver's table. If `is_wanted`, first write its nonzero weights to the model's table."""
         spec = next((spec for spec in self._client.tables() if spec.name == name), None)
         if spec is None:
             return
@@ -158,7 +158,7 @@ def _read_pass(fields: dict[str, Any]) -> BlockPass:
 
 
 def _is_weight(keys: Keys, records: Floats) -> Any:
-    """Return a mask, bool [n], of the intercept and of the rows with a radius and a nonzero weight."""
+    """Return a mask, bool [n], of the rows to write: the intercept and the columns with a nonzero weight."""
     return (records[:, 2] > 0) & ((records[:, 0] != 0) | (keys == BIAS_KEY))
 
 

@@ -15,10 +15,10 @@ from paceline.ps import Client
 
 
 class ClusterHealth:
-    """Detects losses and replacements of workers, servers and the scheduler.
+    """Detects the loss and the replacement of workers, servers and the scheduler.
 
-    `processes` is the training's own cluster. After `patience_s` the user gets a warning that workers are still busy
-    with the previous job.
+    `processes` is the training's own cluster. If workers are busy with the previous job for longer than `patience_s`,
+    the user gets a warning.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ClusterHealth:
         num_lost = self._num_lost_before + state.lost_workers
         if num_lost > self.num_lost_workers:
             self.num_lost_workers = num_lost
-            if state.num_workers:  # without workers, :meth:`check_workers` warns
+            if state.num_workers:  # if no worker remains, :meth:`check_workers` warns
                 remaining = "1 continues" if state.num_workers == 1 else f"{state.num_workers} continue"
                 self._warn(f"a worker died: {remaining}, and its unfinished shards are read again ({task})")
 
@@ -56,7 +56,7 @@ class ClusterHealth:
             self._warn("a server died. Its replicas serve its rows until another server replaces it")
 
     def find_loss(self) -> str | None:
-        """Return a description of a lost scheduler, or of a server lost with its rows; None for no loss."""
+        """Return a description of a lost scheduler, or of a server that was lost with its rows; otherwise None."""
         if self._processes is not None:
             dead = self._processes.dead_children("server") + self._processes.dead_children("scheduler")
             if dead:
@@ -68,7 +68,7 @@ class ClusterHealth:
         return f"server {missing[0]} was lost" if missing else f"{view.num_lost} of {NUM_BUCKETS} buckets were lost"
 
     def check_workers(self, state: JobState) -> None:
-        """Warn if a job waits for workers. Raises PeerError if all workers of this machine have died."""
+        """Warn if a job waits for workers. Raises PeerError if all workers of the training's own cluster have died."""
         self._check_busy(state.busy_ranks)
         if self._processes is not None:
             if not self._processes.pids("worker"):

@@ -1,4 +1,4 @@
-"""Plan a training, wait for the workers and run it, silently or with a progress line."""
+"""Plan a training, wait for the workers and run the training, silently or with a progress line."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def train_on(
     on_news: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> TrainResult:
-    """Plan a training, wait for the workers of `processes`, and run it; `options` come from `resolve_files`.
+    """Plan a training, wait for the workers of `processes`, and train. `resolve_files` returns `options`.
 
-    `examples` is the sample of `resolve_files`; None reads a sample. `on_plan` receives the plan before the training
-    starts, and returns the callback for the progress.
+    It also returns the sample `examples`; if they are None, a sample is read. `on_plan` receives the plan before the
+    training starts, and returns the callback for the progress.
     """
-    plan = plan_training(options, warn, examples)  # while workers start
+    plan = plan_training(options, warn, examples)  # meanwhile the workers start
     on_progress = on_plan(client, plan)
     num_workers = client.settings.num_workers
     if processes is not None:
@@ -81,8 +81,8 @@ def train_locally(
     warn: Callable[[str], None] = lambda text: None,
     **cluster_options: Any,
 ) -> TrainResult:
-    """Train silently on processes of this machine; :meth:`LocalCluster.start` receives the further arguments."""
-    options, sample = resolve_files(options)  # before any process starts, because this may raise
+    """Train silently on this machine's processes. :meth:`LocalCluster.start` receives `cluster_options`."""
+    options, sample = resolve_files(options)  # before any process starts, because this call may raise an error
     settings = messages.ClusterSettings(
         num_servers=servers, num_workers=workers, consistency=str(Eventual() if consistency is None else consistency)
     )
@@ -105,8 +105,8 @@ def run_training(
 ) -> TrainResult:
     """Train with a progress line, on the cluster of `scheduler` or on processes that end with the training.
 
-    With `auto_resume`, a training on its own processes survives the loss of a part of its model: it continues on new
-    processes from its newest snapshot. With `progressive`, the losses before learning in the first pass are printed.
+    If `auto_resume`, a training on its own processes survives the loss of a part of its model: it continues on new
+    processes from its newest snapshot. If `progressive`, the mean losses before learning in the first pass are printed.
     """
     if scheduler is None:
         options.passes.rates.check_consistency(parse_consistency(settings.consistency))
@@ -159,7 +159,7 @@ def _open_cluster(
 class _Display:
     """A training's output for the user: the columns, the plan, warnings and a progress line.
 
-    With `progressive`, each loss before learning is printed on a separate line.
+    If `progressive`, the mean losses before learning are printed, one per line.
     """
 
     def __init__(
@@ -240,15 +240,15 @@ class _Display:
 
 
 class RunningLoss:
-    """The mean loss over the latest examples, at least 50,000 of them."""
+    """The mean loss over at least 50,000 latest examples."""
 
     def __init__(self) -> None:
         self._reports: deque[tuple[int, float, float]] = deque([(0, 0.0, 0.0)])
 
     def add(self, examples: int, loss: float, weight: float) -> float | None:
-        """Add a report with sums since the start; return the weighted mean over the latest examples."""
+        """Add a report with sums since the start. Return the weighted mean over the latest examples."""
         reports = self._reports
-        if examples < reports[-1][0]:  # a worker died: its unfinished examples do not count
+        if examples < reports[-1][0]:  # a worker died, and its unfinished examples no longer count
             reports.clear()
         if not reports or examples > reports[-1][0]:
             reports.append((examples, loss, weight))

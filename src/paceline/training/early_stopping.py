@@ -44,7 +44,7 @@ class PassLosses:
     best_loss: float = math.inf
     last_pass: int = 0
     is_best: bool = False
-    """Whether the last pass is the best one, earlier runs of the training included."""
+    """Whether the last pass is better than all earlier passes, including those before a resumption."""
     passes: list[dict[str, float | None]] = field(default_factory=list)
 
     def add(self, number: int, found: Evaluation) -> bool:
@@ -117,7 +117,7 @@ class BestPass:
         try:
             saved = read_model(folder).manifest.model
             if saved.get("origin") != self._origin:
-                return  # another training has used the folder and replaced the saved pass
+                return  # another training used the folder and replaced the saved pass
             number, loss = int(saved["best_pass"]), float(saved["best_loss"])
         except (ModelError, KeyError, TypeError, ValueError):
             return  # no pass is saved, so the next pass counts as the best
@@ -134,7 +134,7 @@ class BestPass:
                     write_records(self._client, spec, keys, records)
 
     def save(self, directory: str | Path, rules: Mapping[str, UpdateRule], **model: Any) -> None:
-        """Save the best pass as a model, with these update rules by table; `model` goes into its manifest."""
+        """Save the best pass as a model with update `rules` by table. `model` is stored in the manifest."""
         saved = read_model(self._kept_in)
         specs = {name: saved.table(name).spec.with_update(to_fields(rules[name])) for name in self._names}
         save_model(directory, ((spec, saved.records(saved.table(name))) for name, spec in specs.items()), model)
@@ -142,10 +142,10 @@ class BestPass:
     def _erase_later_rows(self, saved: SavedModel, spec: TableSpec) -> None:
         table = self._client.open_table(spec)
         assert isinstance(table, SparseTable)  # true for all tables of models
-        copies = (keys.copy() for keys, _ in saved.records(saved.table(spec.name)))  # views would retain the records
+        copies = (keys.copy() for keys, _ in saved.records(saved.table(spec.name)))  # views would keep the records
         known = np.sort(np.concatenate([np.empty(0, np.uint64), *copies]))
         for keys, _ in read_records(self._client, spec):  # one bucket at a time, to limit the memory
-            places = np.searchsorted(known[:-1], keys)  # at most the last index, which is valid for every key
+            places = np.searchsorted(known[:-1], keys)  # [:-1], so that every place is a valid index
             later = keys[known[places] != keys] if len(known) else keys
             if len(later):
                 table.erase(later)

@@ -23,12 +23,12 @@ class FeatureExpiry:
         self._passes = passes or 1
 
     def begin(self, number: int, *, are_seen: bool) -> None:
-        """Start to record the keys pushed in pass `number`; with `are_seen`, existing rows count as pushed."""
+        """Start to record the keys pushed in pass `number`. If `are_seen`, existing rows count as pushed."""
         for table in self._first:
             table.begin_pass(number, rows_of=number if are_seen else number - 1)
 
     def end_pass(self, number: int) -> str:
-        """Erase expired rows after pass `number` and start the next pass; return a line for the user, or ""."""
+        """Erase expired rows after pass `number` and start the next pass. Return a line for the user, or ""."""
         num_erased = 0
         for table in self._first:
             num_erased += table.erase_unseen(self._passes, also=self._further)

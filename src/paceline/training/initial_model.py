@@ -55,7 +55,7 @@ class InitialModel:
             )
 
     def load(self, client: Client, check: Callable[[], None]) -> None:
-        """Write the rows into the tables of a new cluster; call `check`, which may raise, between requests."""
+        """Write the rows into the tables of a new cluster. Call `check`, which may raise errors, between requests."""
         stored = {table.spec.name: table for table in self._stored.tables}
         for handle in open_tables(client, self._model, self._update):
             for keys, records in self._stored.records(stored[handle.name]):
@@ -75,7 +75,8 @@ def _claim_cluster(client: Client, check: Callable[[], None]) -> None:
 def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: Callable[[], None]) -> None:
     """Erase the rows of an earlier training, and set this training's hyperparameters.
 
-    Calls `check` between requests. Raises PeerError if another training uses the cluster, UsageError for other tables.
+    Calls `check` between requests. Raises PeerError if another training uses the cluster, and UsageError if the tables
+    have other properties.
     """
     _claim_cluster(client, check)
     known = {spec.name: spec for spec in client.tables()}

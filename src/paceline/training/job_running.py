@@ -1,4 +1,4 @@
-"""Post the jobs of a training to its cluster and watch them until they end; defer signals meanwhile."""
+"""Post the jobs of a training to its cluster and wait for their end. Signals are deferred meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from paceline.transport.backoff import Backoff
 _FIRST_POLL_S, _POLL_S = 0.002, 0.05  # the first polls are frequent, because a job on little data ends quickly
 _PROGRESS_S = 0.2
 _REPLY_S = 1.0
-_PATIENCE_S = 90.0  # must be longer than the client's wait for a lost scheduler
+_PATIENCE_S = 90.0  # longer than the client waits for a lost scheduler
 _ERRORS: dict[str, type[PacelineError]] = {
     kind.__name__: kind for kind in (DataError, LostRowsError, NoRoomError, TableMismatchError, UsageError)
 }
@@ -51,10 +51,10 @@ class FinishedJob:
 
 
 class DeferredSignals:
-    """Records SIGINT, SIGTERM and SIGHUP during its block. They take effect at :meth:`check` and at the block's end.
+    """Records SIGINT, SIGTERM and SIGHUP in its ``with`` block. :meth:`check` and the block's end handle them.
 
-    A second signal takes effect immediately. Signals without a Python handler, and signals outside the main thread,
-    are not deferred.
+    A second signal is handled immediately. A signal is not deferred if it has no Python handler, or if the block does
+    not run in the main thread.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class DeferredSignals:
 
 
 class JobRunner:
-    """Runs jobs on a cluster, one after another. With `own_processes` the cluster belongs to the training."""
+    """Runs jobs on a cluster, one after another. If `own_processes`, the cluster ends with the training."""
 
     def __init__(
         self,
@@ -124,12 +124,12 @@ class JobRunner:
         num_shards: int | None = None,
         on_report: Callable[[dict[str, Any]], None] = lambda fields: None,
     ) -> FinishedJob:
-        """Run a job on the shards of a data set, except the shards finished in `before`.
+        """Run a job on the shards of a data set that are not finished in `before`.
 
-        `span` is the job's part of the whole work. With `num_shards`, the job distributes this number of turns to the
-        workers, instead of the data set's shards. Raises the workers' DataError, LostRowsError, NoRoomError,
-        TableMismatchError or UsageError, and ModelLostError, PeerError or KeyboardInterrupt for losses and
-        interruptions.
+        `span` is the job's part of the whole work. If `num_shards` is given, the job leases that many numbers to the
+        workers instead of the data set's shards. Raises the workers' DataError, LostRowsError, NoRoomError,
+        TableMismatchError or UsageError. Losses raise ModelLostError or PeerError, and an interruption raises
+        KeyboardInterrupt.
         """
         self._health.begin_job()
         strided = job.task != "evaluate" and isinstance(self._client.consistency, Sequential)
@@ -181,7 +181,7 @@ class JobRunner:
                 on_report(fields)
             if state.failed is not None:
                 raise _ERRORS.get(state.failed[0], DataError)(state.failed[1])
-            if state.finished and not state.num_reports:  # a new scheduler counts the repeated reports again
+            if state.finished and not state.num_reports:  # num_reports: repeated to a new scheduler
                 self._report_progress(task, epochs, span, state)
                 return state, reports
             self._check_signals(number)

@@ -52,20 +52,20 @@ BETWEEN_MACHINES: Final = "key-caching"
 
 
 def are_on_several_machines(members: Sequence[Member]) -> bool:
-    """Return whether any worker and server run on different machines, according to `members`."""
+    """Return whether the workers and servers among `members` run on more than one machine."""
     machines: dict[Role, set[str]] = {role: set() for role in Role}
     for member in members:
         if member.process is not None:
-            machines[member.role].add(member.process.host.partition("/")[0])  # without the namespace
+            machines[member.role].add(member.process.host.partition("/")[0])  # omit the namespace
     return bool(machines[Role.SERVER] and machines[Role.WORKER]) and len(set.union(*machines.values())) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficFilters:
-    """Filters of pushes and pulls, as texts for :func:`paceline.filters.parse_filters`. Raises UsageError."""
+    """Texts of filters for :func:`paceline.filters.parse_filters`. Raises UsageError."""
 
     pushed: str | None = None
-    """Filters of pushes and pulls. None: no filter if all are on one machine, else :data:`BETWEEN_MACHINES`."""
+    """Filters of pushes and pulls. None: no filter on one machine, and :data:`BETWEEN_MACHINES` on several."""
     pulled: str | None = None
     """Filters of pulled values. None: the filters in `pushed` that change values or bytes."""
 
@@ -74,7 +74,7 @@ class TrafficFilters:
         parse_filters(self.pulled or "")
 
     def suited_to(self, members: Sequence[Member]) -> TrafficFilters:
-        """Return these filters; if there are none, return the default for a cluster with these members."""
+        """Return these filters. If no filters were given, return the default for a cluster with these members."""
         if self.pushed is not None or not are_on_several_machines(members):
             return self
         return replace(self, pushed=BETWEEN_MACHINES)
@@ -94,12 +94,12 @@ class TrafficFilters:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Options to end a training before its last pass with the model of the best pass. Raises UsageError."""
+    """Options for ending a training early and keeping the best pass's model. Raises UsageError."""
 
     validation: Sequence[str | Path]
     """Files for measuring the loss after every pass."""
     patience: int = 2
-    """Passes without progress before the training ends."""
+    """The training ends after this number of passes without progress."""
     min_delta: float = 0.0
     """Smallest decrease of the loss that counts as progress."""
 
@@ -115,15 +115,15 @@ class PassOptions:
     """The passes over the data. Raises UsageError."""
 
     order: Literal["shuffle", "file"] | None = None
-    """Order of the examples in all passes except the last; None: shuffle, or the order of the resumed training."""
+    """Order of the examples in all passes but the last. None: shuffle, or the resumed training's order."""
     stopping: EarlyStopping | None = None
-    """Stopping rule for ending before `epochs` passes; None: no early end."""
+    """Rule for ending before `epochs` passes; None: no early end."""
     rates: RatePlan = field(default_factory=RatePlan)
     """Schedule of the learning rate. Under sequential consistency the rate changes only between passes."""
     blocks: ProximalBlocks | None = None
-    """Delayed block proximal gradient instead of minibatches; reads the data once, needs sequential consistency."""
+    """Train by delayed block proximal gradient instead of minibatches. This needs sequential consistency."""
     expire_after: int | None = None
-    """Drop features after this many passes (1 to 62) without an occurrence; None: never."""
+    """Drop features that have not occurred for this number of passes (1 to 62). None: never."""
 
     def __post_init__(self) -> None:
         if self.order not in ("shuffle", "file", None):
@@ -149,13 +149,13 @@ class TrainOptions:
     reading: ReadOptions = field(default_factory=ReadOptions)
     """The columns to read, and the allowed fraction of malformed rows."""
     numeric_scale: str = "auto"
-    """Scale of numeric columns without scales: auto, standard, log or none."""
+    """How to scale numeric columns that have no scales: one of :data:`paceline.data.NUMERIC_SCALES`, or quantile:N."""
     epochs: int | None = None
     """Passes over the data; None: chosen by trials on a sample."""
     batch_size: int | None = None
-    """Examples per minibatch of one worker; None: depends on the number of examples."""
+    """Examples per minibatch of one worker; None: chosen by the number of examples."""
     update: UpdateRule | RuleChoice = suited_ftrl
-    """The servers' update rule, or a function that returns it for a learning rate and penalties."""
+    """The servers' update rule, or a function that returns it, given a learning rate and penalties."""
     adapt: Literal["no", "yes", "widely"] = "yes"
     """Whether settings are chosen on a sample of the data; ``widely`` also tries several learning rates and L1
     penalties. ``no`` means 4 epochs, minibatches of 256, a learning rate of 0.05 and unscaled values."""
@@ -181,7 +181,7 @@ class TrainOptions:
     """Directory of a saved model or of snapshots with the initial weights and state."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError if `expire_after` is combined with filters that omit rows from pushes."""
+        """Raise UsageError for `expire_after` together with filters that omit rows from pushes."""
         chain = parse_filters(self.filters.pushed or "").filters
         choosing = [str(kind.name) for kind in chain if isinstance(kind, RowFilter)]
         if self.passes.expire_after is not None and choosing:

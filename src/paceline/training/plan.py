@@ -25,20 +25,20 @@ class TrainingPlan:
     batch_size: int
     update: UpdateRule
     scaling: KeyScaling | None = None
-    """Scaling of values during reading, for formats without columns (libsvm, vw, jsonl, numpy)."""
+    """Scaling that readers apply to values of formats without columns (libsvm, vw, jsonl, numpy)."""
     shards_at_once: int = 1
-    """Number of shards a worker reads at once to mix their examples; more than 1 if labels come in runs."""
+    """A worker reads this number of shards at once and mixes their examples. It is above 1 if labels come in runs."""
     order: str = "shuffle"
     optimism: Optimism | None = None
-    """A trial's calibration error on new examples; None: predictions are not corrected."""
+    """A trial's calibration error on new examples; None: the mean prediction is not corrected."""
     rates: tuple[float, float] | None = None
     """The rate of positives at the start and at the end of the data, if the rate drifts; otherwise None."""
     recent: Batch | None = None
-    """Sample for correcting the mean prediction, in the order of the data; mixed if the data is sorted by label."""
+    """Sample for correcting the mean prediction. It has the order of the data, but is shuffled if sorted by label."""
     note: str | None = None
     chosen_on: int = 0
     num_examples: int = 0
-    """Number of examples in the data, possibly an estimate; 0 without a sample."""
+    """Number of examples in the data, possibly an estimate; 0 if no sample was read."""
 
     resumed: Snapshot | None = None
     run: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)

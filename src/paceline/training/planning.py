@@ -51,7 +51,7 @@ from paceline.training.tuning.trial import TriedRule
 _EPOCHS = 4  # number of passes if no trial chooses it
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
-_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # if no trial used all the data; a model cannot memorize many examples
+_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # assumed if no trial used all the data: a model cannot memorize many examples
 
 
 def plan_training(
@@ -59,10 +59,10 @@ def plan_training(
     warn: Callable[[str], None] = lambda text: None,
     examples: ExampleSample | None = None,
 ) -> TrainingPlan:
-    """Choose the missing options on a sample of the data; with ``options.resume``, continue an earlier plan.
+    """Choose the missing options on a sample of the data, or continue the plan of ``options.resume``.
 
-    `examples` come from :class:`paceline.data.Sample`; None reads a sample. Raises DataError if there is no
-    example, ModelError if there is no snapshot.
+    If `examples` (of :class:`paceline.data.Sample`) is None, a sample is read. Raises DataError if there is no example,
+    and ModelError if there is no snapshot to resume from.
     """
     for name, value in (("epochs", options.epochs), ("batch_size", options.batch_size)):
         if value is not None and value < 1:
@@ -104,11 +104,11 @@ def _find_scaling(options: TrainOptions, sample: ExampleSample, format: str) -> 
 
 
 def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeyScaling | None) -> TrainingPlan:
-    """Choose the missing options; `scaling` first scales the sample's values."""
+    """Choose the missing options on a sample, whose values `scaling` scales first."""
     sample = scaled_sample(sample, scaling)
     is_sorted = is_sorted_by_label(sample)
     model = options.model
-    if model.labels == "clicks":  # other models use the labels as they are
+    if model.labels == "clicks":  # other models already have the settings that depend on labels
         model = model.starting_from(sample.batch.labels, sample.batch.weights)
     clicks = model if isinstance(model, ClickProbabilityModel) and not is_sorted else None
     rates = None if clicks is None else changed_rates(sample.batch.labels, sample.batch.weights)
@@ -175,7 +175,7 @@ def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
 
 
 def given_settings(options: TrainOptions) -> list[str]:
-    """Return the names of the update rule's settings given by the user, which suggestions must not change."""
+    """Return the names of the update rule's settings that the user gave. Trials must not change them."""
     one, other = (rule_of(options.update, suggested, suggested) for suggested in (0.25, 0.5))
     return [name for name in ("alpha", "l1") if getattr(one, name, None) == getattr(other, name, None)]
 
@@ -183,9 +183,9 @@ def given_settings(options: TrainOptions) -> list[str]:
 def _find_settings(
     options: TrainOptions, model: SparseModel, sample: ExampleSample, batch_size: int, *, is_mixed: bool
 ) -> TunedModel:
-    """Return the best settings for the data; `sample` has interactions.
+    """Return the best settings for the data. The sample has its interactions already.
 
-    With ``--tune`` the default settings remain unless other settings are better by more than a standard error.
+    With ``--tune``, other settings must be better than the default settings by more than a standard error.
     """
     rule, default = rule_of(options.update, suggested_alpha(sample), L1), None
     if options.adapt == "widely":
@@ -223,7 +223,7 @@ def _find_settings(
 def _rules_of(
     options: TrainOptions, sample: ExampleSample, settings: Iterable[tuple[float, float, float]]
 ) -> list[FTRL]:
-    """Return update rules with these rates, L1 and L2 penalties, except for settings given in the options."""
+    """Return update rules with these rates, L1 and L2 penalties. Settings in the options take precedence."""
     rules = (rule_of(options.update, suggested_alpha(sample, rate), l1, l2) for rate, l1, l2 in settings)
     return list(dict.fromkeys(rule for rule in rules if isinstance(rule, FTRL)))
 
@@ -233,7 +233,7 @@ def _tuned(
 ) -> TriedRule:
     """Return the best rule for a logistic regression of the sample.
 
-    With ``--tune``, the default `rule` remains unless another rule is better by more than a standard error.
+    With ``--tune``, another rule must be better than the default `rule` by more than a standard error.
     """
     is_wide = options.adapt == "widely"
     rates, penalties = (WIDE_RATES, WIDE_L1) if is_wide else (RATES, (L1,))

@@ -133,7 +133,7 @@ def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluatio
 
 @contextlib.contextmanager
 def _opened(output: Path | None, echo: bool) -> Iterator[TextIO | None]:
-    """Write to a temporary file and rename it at the end, so that a failure leaves no incomplete file."""
+    """Yield a temporary file, which is renamed at the end, so that a failure leaves no incomplete file."""
     if output is None:
         yield sys.stdout if echo else None
         return

@@ -1,4 +1,4 @@
-"""The progress and the result of a training, and the observed staleness of its gradients."""
+"""The progress and the result of a training, and the staleness of its gradients as the servers observed it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class TrainingState:
     epoch: int | None
     """The pass of the next shard, from 1."""
     examples: int
-    """Examples processed by this task; the following figures describe this task too."""
+    """Examples that this task processed. The following figures are for this task too."""
     weight: float
     loss: float
     num_bytes: int
     num_workers: int
     seconds: float
     progressive: Sequence[ProgressiveLoss] = ()
-    """The losses before learning in the first pass, without the losses that may still change."""
+    """The mean losses before learning in the first pass. Losses that may still change are left out."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TrainResult:
     seconds: float
     examples_per_s: float
     train_loss: float
-    """The mean loss, measured before each update."""
+    """The mean loss. Each minibatch's loss is measured before its update."""
     num_features: int
     evaluation: Evaluation | None
     staleness: dict[str, Any]
@@ -61,7 +61,7 @@ class TrainResult:
     bytes: int
     progressive: Sequence[ProgressiveLoss] = ()
     validation: dict[str, Any] | None = None
-    """The metrics on the validation file after each pass and the best pass; None without a validation file."""
+    """The metrics on the validation files after each pass, and the best pass; None if there is no such file."""
     block_passes: Sequence[BlockPass] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def mean_loss(progress: Mapping[str, float]) -> float:
 
 
 def json_number(value: float) -> float | None:
-    """Return a number for JSON: None for infinity and NaN."""
+    """Return a number for JSON, which has neither infinity nor NaN: these become None."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -109,7 +109,7 @@ def summarize_staleness(histograms: Sequence[Sequence[int]], num_dropped: int = 
 
 
 def judge_losses(model: SparseModel, progress: Mapping[str, Any], sample: Batch | None) -> str | None:
-    """Return a reason to doubt that the model has learned anything, or None; `sample` has labels for comparison."""
+    """Return a reason to doubt that the model has learned anything, or None. `sample` shows the labels' shares."""
     if issubclass(model.evaluation, ClickEvaluation):
         examples, positives = int(progress["examples"]), int(progress.get("positives", 0))
         return find_useless(progress["loss"] / examples, (examples - positives, positives))
@@ -119,7 +119,7 @@ def judge_losses(model: SparseModel, progress: Mapping[str, Any], sample: Batch 
 
 
 class ObservedStaleness:
-    """The staleness of pushes to a model's tables, as counted by servers since this object's creation."""
+    """The staleness of pushes to a model's tables since this object's creation, as counted by the servers."""
 
     def __init__(self, client: Client, model: SparseModel) -> None:
         self._client = client

@@ -1,9 +1,9 @@
-"""Learning-rate schedules: the factor on an update rule's rate, by the number of finished passes.
+"""Learning-rate schedules: the factor that multiplies an update rule's rate after a number of passes.
 
 A schedule is a class in this module, registered in :data:`SCHEDULES`. Workers or the driver change the rates in the
-servers' tables (:meth:`paceline.ps.SparseTable.set_update`). A schedule needs a rule with a rate `lr` that multiplies
-its steps. FTRL has no such rate, because it computes weights from sums of all gradients, in proportion to alpha.
-Another alpha would rescale everything learned before.
+servers' tables (:meth:`paceline.ps.SparseTable.set_update`). The update rule must have a rate `lr` that multiplies its
+steps. FTRL has no such rate: it computes weights from the sums of all gradients, in proportion to alpha. A change of
+alpha would rescale all that was learned before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST: Final = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class RateSchedule(ABC):
-    """A learning-rate schedule. A text such as ``step:2:0.5`` has the name and then the fields of the subclass."""
+    """A learning-rate schedule. Its text, such as ``step:2:0.5``, has the name and the subclass's fields."""
 
     name: ClassVar[str]
 
@@ -36,7 +36,7 @@ class RateSchedule(ABC):
 
     @abstractmethod
     def share(self, passes: float, most: int) -> float:
-        """Return the factor on the rate after `passes` of at most `most` passes."""
+        """Return the factor of the rate after `passes` of at most `most` passes."""
 
     def __str__(self) -> str:
         return ":".join([self.name, *(f"{value:g}" for value in dataclasses.astuple(self))])
@@ -72,7 +72,7 @@ class LinearRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class InverseSqrtRate(RateSchedule):
-    """1 / sqrt(1 + passes), a rate that lets stochastic gradients converge (Robbins and Monro, 1951)."""
+    """1 / sqrt(1 + passes). With this rate, stochastic gradients converge (Robbins and Monro, 1951)."""
 
     name: ClassVar[str] = "inverse-sqrt"
 
@@ -114,7 +114,7 @@ class StepRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class CosineRate(RateSchedule):
-    """Half a cosine down to 0 (Loshchilov and Hutter, SGDR, ICLR 2017, without restarts)."""
+    """Half a cosine that falls to 0 (Loshchilov and Hutter, SGDR, ICLR 2017, without restarts)."""
 
     name: ClassVar[str] = "cosine"
 
@@ -147,7 +147,7 @@ class RatePlan:
 
     schedule: RateSchedule = ConstantRate()
     warmup: float = 0.0
-    """Passes, or a fraction of the first one, in which the rate rises linearly from 0."""
+    """The rate rises linearly from 0 during this number of passes, which may be a fraction."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < math.inf:
@@ -162,15 +162,15 @@ class RatePlan:
         return max(rising * self.schedule.share(min(passes, most), most), LEAST)
 
     def share_of_pass(self, number: int, most: int) -> float:
-        """Return one factor for the complete pass `number`, counted from 1.
+        """Return the factor for the whole pass `number`, counted from 1.
 
-        The decay is computed at the start of the pass, and the warmup at its end, so that the first rate is not 0.
+        The decay is that of the pass's start. The warmup is that of its end, so that the first rate is not 0.
         """
         rising = min(number / self.warmup, 1.0) if self.warmup else 1.0
         return max(rising * self.schedule.share(min(number - 1, most), most), LEAST)
 
     def check_consistency(self, consistency: Consistency) -> None:
-        """Raise UsageError for a warmup that has no effect because rates change only between passes."""
+        """Raise UsageError if the warmup has no effect, because the rates change only between passes."""
         if isinstance(consistency, Sequential) and 0 < self.warmup <= 1:
             raise UsageError(
                 f"--warmup {self.warmup:g}: under sequential consistency rates change only between passes, so a warmup "

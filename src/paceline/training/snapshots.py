@@ -32,7 +32,7 @@ _EXAMPLES = re.compile(r"\d[\d_]*")
 
 
 def parse_every(text: str) -> tuple[float | None, int | None]:
-    """Parse an interval such as ``30s``, ``5m``, ``1h`` or ``100000``; return its seconds and its examples."""
+    """Parse an interval such as ``30s``, ``5m``, ``1h`` or ``100000`` examples. Return its seconds and examples."""
     seconds = parse_duration(text)
     if seconds is not None:
         return seconds, None
@@ -59,7 +59,7 @@ class TrainingSnapshots:
         self.newest: SnapshotManifest | None = None
 
     def begin(self, training: dict[str, Any], examples: int) -> None:
-        """Start to take snapshots of a training; `examples` counts the examples trained before its first job."""
+        """Start to take snapshots of a training. `examples` is the number of examples before its first job."""
         self._training = training
         self._last_s = time.monotonic()
         self._last_examples = examples
@@ -71,7 +71,7 @@ class TrainingSnapshots:
         self._training = {**self._training, **news}
 
     def poll(self, state: JobState) -> None:
-        """Start a snapshot if one is due, or advance the current one; never wait."""
+        """Start a snapshot if one is due, or advance the current one, without waiting."""
         try:
             if self._snapshotter.is_taking:
                 self.newest = self._snapshotter.poll() or self.newest
@@ -80,7 +80,7 @@ class TrainingSnapshots:
                 self._snapshotter.begin(account, self._training)
         except SnapshotWriteError as error:
             self._warn(f"{error}; the training continues")
-        except PacelineError as error:  # the driver decides whether the training continues without this server
+        except PacelineError as error:  # the driver detects the lost server, and decides whether the training continues
             self._snapshotter.give_up()
             self._warn(f"a snapshot was not taken: {error}")
 
@@ -99,7 +99,7 @@ class TrainingSnapshots:
         try:
             self._snapshotter.close()
         except PacelineError:
-            pass  # the cluster has ended, so the snapshot remains unfinished
+            pass  # the cluster has ended, so the snapshot cannot be finished
 
 
 def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Resumption:
             raise UsageError(f"{snapshot} was not written by 'paceline train'. Load it from Python")
         self.account = snapshot.manifest.account
         self.training = snapshot.manifest.training
-        """The result of :func:`describe_training` for the training."""
+        """The description of the training by :func:`describe_training`."""
 
     @classmethod
     def find(cls, directory: str | Path, warn: Callable[[str], None]) -> Resumption:
@@ -156,7 +156,7 @@ class Resumption:
         return num_done
 
     def reordered(self, plan: TrainingPlan) -> tuple[int, ...]:
-        """Return the started passes whose order differs under `plan`, and which therefore keep their old order."""
+        """Return the started passes that would have another order under `plan`. They keep their old order."""
         num_shuffled, former = (plan.epochs - 1) * (plan.order == "shuffle"), self.training
         num_before = (former["epochs"] - 1) * (former["order"] == "shuffle")
         changed = set(range(*sorted((num_before, num_shuffled)))) ^ set(former["reordered"])
@@ -168,7 +168,7 @@ class Resumption:
 
     @property
     def shard_bytes(self) -> int:
-        """The size of the data's shards; a resumed training must use it."""
+        """The size of the data's shards. A resumed training must use the same size."""
         return int(self.training["dataset"]["shard_bytes"])
 
     def check_model(self, model: SparseModel) -> None:

@@ -1,4 +1,4 @@
-"""Train and evaluate a model, from the driver's side.
+"""Direct the training and evaluation of a model.
 
 The driver posts jobs to a cluster, watches them, collects their reports and saves the model. Workers execute the jobs
 (:mod:`paceline.training.worker.worker`).
@@ -50,7 +50,7 @@ from paceline.training.worker.table_rates import TableRates
 
 
 class Training:
-    """One training on a cluster; `processes` is its own cluster, if any; `on_news` receives sentences for the user."""
+    """One training on a cluster. `processes` is its own cluster, or None. `on_news` receives sentences for the user."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Training:
                     bad_data.check(num_rows, options.reading.max_malformed, options.format)
                 except (KeyboardInterrupt, PacelineError) as error:
                     if not isinstance(error, KeyboardInterrupt | ModelLostError):
-                        self._runner.check_losses()  # a lost process may have caused the error
+                        self._runner.check_losses()  # a lost process may be the cause of the error
                     self._save_unfinished(error)
                     raise
             state, statistics, found_staleness = finished.state, self._client.statistics(), staleness.summary()
@@ -135,7 +135,7 @@ class Training:
             seconds=state.seconds,
             examples_per_s=(examples - before) / state.seconds if state.seconds else 0.0,
             train_loss=mean_loss(state.progress),
-            num_features=max(rows - 1, 0),  # the bias has a row too
+            num_features=max(rows - 1, 0),  # the bias is also a row
             evaluation=evaluation,
             staleness=found_staleness,
             bad_lines=bad_data,
@@ -205,7 +205,7 @@ class Training:
         reports: list[tuple[dict[str, Any], bytes]] = []
         first = 0 if self._resumption is None else min(self._resumption.num_passes, most - 1)
         expiry = FeatureExpiry(self._client, self._plan.model, self._plan.update, self._options.passes.expire_after)
-        expiry.begin(first + 1, are_seen=self._resumption is not None)  # part of the pass may be done
+        expiry.begin(first + 1, are_seen=self._resumption is not None)  # the pass may be partly done
         for number in range(first + 1, most + 1):
             if self._rates is not None and is_sequential:
                 self._rates.set_before(number)
@@ -221,7 +221,7 @@ class Training:
         return FinishedJob(dataclasses.replace(finished.state, seconds=seconds), reports, finished.account)
 
     def _begin_validation(self, stopping: EarlyStopping, stack: contextlib.ExitStack) -> BestPass:
-        """Return the store of the best pass, including the resumed training's best pass, if any."""
+        """Return the store of the best pass. It contains the best pass of the resumed training, if any."""
         if self._options.snapshots is not None:
             folder = Path(self._options.snapshots.directory)
         else:
@@ -237,7 +237,7 @@ class Training:
         return best
 
     def _validate(self, best: BestPass, number: int, dataset: Dataset, done: float) -> PassLosses:
-        """Evaluate the model after a pass; `done` is the finished fraction of the whole work."""
+        """Evaluate the model after a pass. `done` is the finished fraction of the whole work."""
         losses = best.losses
         found = self._evaluate(losses.stopping.validation, dataset, (done, done))
         if losses.add(number, found):
@@ -270,7 +270,7 @@ class Training:
             self._warn(f"the training diverged: the mean {model.loss_name} is far too high. Pass a smaller --lr")
 
     def _warn_if_useless(self, state: JobState, evaluation: Evaluation | None) -> None:
-        if is_weighted(self._options):  # the losses of weighted examples cannot be compared with plain labels
+        if is_weighted(self._options):  # losses of weighted examples are not comparable with the shares of labels
             return
         plan = self._plan
         by_losses = judge_losses(plan.model, state.progress, plan.recent)

@@ -1,8 +1,8 @@
-"""Weights of examples in training: weights of classes, and a kept fraction of the negatives.
+"""Weights of examples in training: weights of classes, and sampling of negatives.
 
 A weight multiplies an example's loss and gradient. It is the product of its class's weight and its row's weight
-(:attr:`Batch.weights`). If only a random fraction of the negatives is used, each of them has weight 1 / fraction. The
-expected sums then equal the sums over all examples, so predictions need no correction.
+(:attr:`Batch.weights`). If training uses only a random fraction of the negatives, the weight of each is divided by the
+fraction. Then the expected sums equal the sums over all examples, so predictions need no correction.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _WEIGHED_AT_ONCE = 4096
 
 
 class Weighting(msgspec.Struct, frozen=True, kw_only=True):
-    """Class weights, and the share of negatives to train on.
+    """Class weights, and the fraction of negatives to train on.
 
     Class weights multiply the weights that the examples have in the data (1 without a weight column). The weights of
-    the negatives that remain are divided by the share.
+    the negatives that remain are divided by `keep_negatives`.
     """
 
     classes: dict[str, float] = {}
@@ -47,7 +47,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         return not self.classes and self.keep_negatives == 1.0
 
     def read(self, dataset: Dataset, lease: Lease, batch_size: int) -> Iterator[tuple[Batch, int]]:
-        """Yield the minibatches of a shard and the number of examples read for each."""
+        """Yield the minibatches of a shard, each with the number of examples read for it."""
         if self.is_plain:
             for batch in dataset.read(lease.file, lease.shard, batch_size):
                 yield batch, batch.num_examples
@@ -56,14 +56,14 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
             yield from self.apply(blocks, lease, batch_size)
 
     def apply(self, batches: Iterable[Batch], lease: Lease, batch_size: int) -> Iterator[tuple[Batch, int]]:
-        """Yield a shard's kept examples in batches, with the number of examples read for each batch.
+        """Yield a shard's kept examples in batches, each with the number of examples read for it.
 
-        This number counts the dropped examples before each kept one; for the last batch, it also counts the dropped
-        examples after the last kept one. The choice of negatives depends only on shard and pass.
+        This number includes the dropped examples before each kept one, and in the last batch also those after it. The
+        choice of negatives depends only on shard and pass.
         """
         generator = np.random.default_rng((lease.epoch, lease.file, lease.shard))
         num_read = num_reported = 0
-        ends = np.empty(0, np.int64)  # by kept example that is not in a batch yet: the number of examples read up to it
+        ends = np.empty(0, np.int64)  # for each kept example not yet in a batch: the number of examples read so far
 
         def drawn() -> Iterator[Batch]:
             nonlocal num_read, ends
@@ -81,7 +81,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
                 yield former, end - num_reported
                 num_reported = end
             former = batch
-        if num_read:  # the shard ended with dropped examples
+        if num_read:  # the last batch also counts dropped examples at the end
             yield former or Batch.concatenate([]), num_read - num_reported
 
     def weighted(self, batch: Batch) -> Batch:
@@ -123,6 +123,6 @@ def parse_class_weights(text: str) -> dict[str, float] | str:
 
 
 def balance(counts: Mapping[float, int]) -> dict[str, float]:
-    """Return weights by label that give all labels the same total weight, given their counts."""
+    """Return weights by label, so that all labels have the same total weight, given the labels' counts."""
     total, num_labels = sum(counts.values()), len(counts)
     return {f"{label:.9g}": total / (num_labels * count) for label, count in counts.items()}

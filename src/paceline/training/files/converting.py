@@ -37,7 +37,7 @@ from paceline.training.files.numeric_scales import fit_scales
 
 _BLOCK_BYTES = 1 << 18
 _BLOCK_ROWS = 256
-"""A block's number of rows is a multiple of this number, so that most minibatches lie in one block."""
+"""The number of rows in a block is a multiple of this, so that most minibatches are parts of one block."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _find_scales(sample: Sample) -> dict[str, tuple[Scale, ...]]:
 
 
 def _centring(scales: Mapping[str, Sequence[Scale]]) -> tuple[Scale, ...]:
-    """Return scales that only subtract a centre, which float32 needs for large numbers with small differences."""
+    """Return scales that only subtract the centre of large numbers with small differences, as float32 requires."""
     found = tuple(scale.centring for scale in next(iter(scales.values()), ()))
     return found if any(scale.centre for scale in found) else ()
 
@@ -159,7 +159,7 @@ def _distinct_keys(dataset: Dataset) -> np.ndarray[tuple[int], np.dtype[np.uint6
 
 
 def _check_place(sources: Sequence[str], out: Path) -> None:
-    """Raise UsageError unless `out` is a new file or an earlier conversion, which this conversion replaces."""
+    """Raise UsageError unless `out` does not exist or is a converted file, which may be replaced."""
     if out.is_dir():
         raise UsageError(f"{out} is a folder. Pass the file to write, such as {out / 'train.paceline'}")
     if not out.exists():

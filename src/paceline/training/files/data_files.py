@@ -40,8 +40,8 @@ from paceline.training.tuning.choices import L1
 from paceline.training.weighting import BALANCED, Weighting, balance
 
 _MIXED_SHARD_BYTES = 32 << 10
-_ANY_FORMAT = ("auto", "none")  # scales that formats without columns support too
-_CACHE_SPARE = 4  # required free disk space for a temporary cache, as a multiple of the data's size
+_ANY_FORMAT = ("auto", "none")  # the scales for formats without numbers
+_CACHE_SPARE = 4  # a temporary cache needs this multiple of the data's size as free disk space
 
 
 def sample_data(
@@ -52,7 +52,7 @@ def sample_data(
     weight: str | None = None,
     reading: ReadOptions = NO_OPTIONS,
 ) -> Sample:
-    """Return a sample of data files, with scales for its columns; the arguments are fields of :class:`TrainOptions`."""
+    """Return a sample of data files, with scales for its columns. :class:`TrainOptions` describes the arguments."""
     check_numeric_scale(numeric_scale)
     files = list(map(str, data))
     kind = find_format(format or detect_format(files[0]))
@@ -86,7 +86,7 @@ def resolve_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
     if model.labels == "clicks":
         _check_clicks(options, sample.labels, classes)
     elif options.init_from is not None:
-        pass  # the settings come from the stored model
+        pass  # the stored model already has these settings
     else:
         labels, counts = (np.array([*found]) for found in (sample.labels.keys(), sample.labels.values()))
         model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))
@@ -111,7 +111,7 @@ def resolve_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
 
 
 def _check_clicks(options: TrainOptions, labels: Mapping[float, int], classes: Sequence[str]) -> None:
-    """Raise DataError if the labels are not clicks, UsageError if the positive label is missing."""
+    """Raise DataError if the labels are not clicks, and UsageError if no label is the positive one."""
     read_as = options.model.read_labels_as
     odd = describe_not_binary(labels, read_as, classes)
     if odd is None:
@@ -121,12 +121,12 @@ def _check_clicks(options: TrainOptions, labels: Mapping[float, int], classes: S
             f"{options.data[0]}: {odd}. Pass the positive label with --positive, or pass --model softmax (classes)"
             + ("" if classes else ", poisson (counts) or regression (quantities)")
         )
-    if options.init_from is None:  # data for continuing a model may have only negatives
+    if options.init_from is None:  # data for training a model further may have only negatives
         raise UsageError(f"{options.data[0]}: {odd}. Pass an existing label with --positive")
 
 
 def weighting_of(options: TrainOptions) -> Weighting:
-    """Return the weights of examples, given resolved options. Raises UsageError if the model does not support them."""
+    """Return the weights in resolved options. Raises UsageError if the model does not support them."""
     model, classes, keep_negatives = options.model, options.weights.classes, options.weights.keep_negatives
     if classes is not None and not model.has_classes:
         raise UsageError(f"--class-weight is not an option of --model {model.name}: its labels are not classes")
@@ -186,7 +186,7 @@ def _describe_format(file: str | Path, format: str) -> str:
 
 
 def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
-    """Return the format of the evaluation files: the training format, or another format with the same features."""
+    """Return the format of evaluation files: their own if it has the training format's features, else the latter."""
     try:
         found = detect_format(files[0])
     except DataError:
@@ -209,7 +209,7 @@ def _check_place(save: str | Path | None) -> None:
         return
     try:
         for made in prepare_directory(Path(save)):
-            made.rmdir()  # this was a test: saving the model creates the directory
+            made.rmdir()  # only a test; saving the model creates the directory again
         if Path(save).is_dir() and not os.access(save, os.W_OK):
             raise ModelError(f"cannot save a model in {save}: permission denied. Pass another directory")
     except OSError as error:
@@ -223,14 +223,14 @@ def total_size(files: Sequence[str | Path]) -> int:
 def open_training_data(
     options: TrainOptions, plan: TrainingPlan, num_workers: int, spare: Path | None, shard_bytes: int | None = None
 ) -> Dataset:
-    """Open the data; the number of workers determines the size of shards, which are smaller if workers mix shards.
+    """Open the data in shards. Their size depends on the number of workers; it is smaller if workers mix shards.
 
     If there are several passes and enough disk space, parsed data is cached in `spare`.
     """
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
     size = sum(stat_file(file).num_bytes for file in dataset.files)
     cache: Path | None = None if options.cache is None else Path(options.cache)
-    is_cache = dataset.format == CONVERTED and plan.scaling is None  # converted data is read as fast as a cache
+    is_cache = dataset.format == CONVERTED and plan.scaling is None  # converted data is as fast as a cache
     if cache is None and spare is not None and plan.epochs > 1 and not is_cache:
         disk = os.statvfs(spare)
         packed = 8 if any(map(is_packed, dataset.files)) else 1

@@ -30,7 +30,7 @@ from paceline.training.files.numeric_scales import choose_key_scaling
 _MOST_COLUMNS, _MOST_LABELS = 40, 10
 _MOST_TEXT = 24
 _SHARD_BYTES, _SHARDS, _MOST_BEFORE = 256 << 10, 16, 256 << 20
-_ROWS, _BATCHES = 4096, 8  # read up to 8 batches of 4,096 rows per shard; a shard of text has fewer rows
+_ROWS, _BATCHES = 4096, 8  # at most 8 batches of 4,096 rows are read per shard; a shard of text has fewer rows
 
 
 def describe_data(
@@ -41,7 +41,7 @@ def describe_data(
     positive: float | str | None = None,
     reading: ReadOptions = NO_OPTIONS,
 ) -> dict[str, Any]:
-    """Return the object of ``paceline describe --json``; arguments have the names of options of a training."""
+    """Return the object that ``paceline describe --json`` prints. The arguments are named as options of a training."""
     sample = sample_data(data, format, columns, numeric_scale, reading=reading)
     prepare_kernels()
     classes = sample.classes
@@ -112,10 +112,10 @@ def _warning(sample: Sample, labels: str, classes: Sequence[str]) -> str | None:
 
 
 def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
-    """Read rows spread over the whole files; return the first batch and the number of valid rows."""
+    """Read rows spread over all files. Return the first batch and the number of valid rows."""
     first, num_good = None, 0
     for file in spread(len(dataset.files), _SHARDS):
-        num_shards = dataset.num_shards(file) or 1  # None for a packed file, of which only the beginning is read
+        num_shards = dataset.num_shards(file) or 1  # None: of a packed file, only the beginning is read
         if FORMATS[dataset.format].scans_to_enter:
             num_shards = min(num_shards, _MOST_BEFORE // _SHARD_BYTES)
         for shard in spread(num_shards, max(_SHARDS // len(dataset.files), 1)):

@@ -44,9 +44,10 @@ def name_features(
     wanted: Keys,
     scaling: KeyScaling | None = None,
 ) -> dict[int, str]:
-    """Return the names, by key, of the `wanted` keys that occur in the files.
+    """Return the names by key of those `wanted` keys that occur in the files.
 
-    A bin of a `scaling` is named after its feature and its bounds. With interactions the data is read twice.
+    A bin of a `scaling` is named after its feature and its bounds. If the model has interactions, the data is read
+    twice.
     """
     if interactions is None:
         return _find_names(files, format, columns, wanted, scaling)

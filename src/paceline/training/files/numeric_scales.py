@@ -28,7 +28,7 @@ from paceline.training.tuning.scale_trial import Scaling, best_scaling, is_worse
 
 
 def add_scales(sample: Sample, how: str) -> Sample:
-    """Return the sample with scales for its numeric columns; existing scales remain. `how` is for :func:`fit_scale`."""
+    """Return the sample with scales for its numeric columns. :func:`fit_scale` describes `how`."""
     columns = sample.columns
     if how == "none" or columns is None or columns.scales or not columns.numeric:
         return sample
@@ -41,7 +41,7 @@ def add_scales(sample: Sample, how: str) -> Sample:
 def fit_scales(sample: Sample, how: str) -> tuple[tuple[Scale, ...], ExampleSample | None]:
     """Return the scale of each numeric column of csv and parquet files.
 
-    ``auto`` tries scales of all columns together, using the returned examples in :func:`scale_columns`.
+    ``auto`` tries scales for all columns together on the returned examples; :func:`scale_columns` scales them.
     """
     assert sample.table is not None
     assert sample.columns is not None
@@ -56,7 +56,7 @@ def fit_scales(sample: Sample, how: str) -> tuple[tuple[Scale, ...], ExampleSamp
 
 
 def _stored_scales(sample: Sample, how: str) -> tuple[Scale, ...]:
-    """Return the scales stored in converted files, or fit scales on a sample of the examples."""
+    """Return the scales that are stored in converted files, or else scales fitted to a sample of the examples."""
     first = sample.converted[0].description
     assert first.columns is not None
     assert sample.columns is not None
@@ -74,13 +74,13 @@ def _stored_scales(sample: Sample, how: str) -> tuple[Scale, ...]:
 
 
 def _sample_numbers(files: Sequence[str], format: str, columns: Columns) -> ExampleSample:
-    """Return a sample of the examples, with the files' labels and numbers minus the centres of `columns`."""
+    """Return a sample with the files' labels, and with numbers minus the centres in `columns`."""
     with open_dataset(files, format, columns, labels=NUMBERS) as dataset:
         return sample_examples(dataset)
 
 
 def scale_columns(sample: ExampleSample, columns: Columns, labels: str) -> ExampleSample:
-    """Return the sample of :func:`fit_scales` with the scales of `columns` and with `labels` applied."""
+    """Return the sample of :func:`fit_scales` with numbers scaled as in `columns` and converted `labels`."""
     batch = sample.batch.copy()
     read_as(labels, batch.labels)
     return dataclasses.replace(sample, batch=_scaling_of(columns).apply_in_place(batch))
@@ -111,11 +111,11 @@ def choose_scales(sample: ExampleSample, columns: Columns) -> tuple[Scale, ...]:
 def choose_key_scaling(
     sample: ExampleSample, how: str, *, absent_is_zero: bool, model: SparseModel | None = None
 ) -> KeyScaling | None:
-    """Return the best scaling for the values of numbered or named features; None if all values are 1.
+    """Return the best scaling for the values of features without columns; None if all values are 1.
 
-    `how` is as in :func:`paceline.data.fit_scale`. Each feature is divided by its root mean square, or standardized.
-    Numeric features get logarithms or bins if the model's loss is lower with them. If `model` is a factorization
-    machine, its features get logarithms and bins only if its loss is no worse with them.
+    :func:`paceline.data.fit_scale` describes `how`. Each feature is divided by its root mean square, or standardized.
+    ``auto`` chooses logarithms or bins for numeric features if they lower the loss of a logistic regression. If `model`
+    is a factorization machine, its own loss must not be worse with them.
     """
     usual = find_key_scaling(sample.batch)
     if how == "standard":
@@ -136,7 +136,7 @@ def choose_key_scaling(
 
 
 def _best(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> int:
-    """Return the index of the best scaling; 0, the usual scaling, unless the labels have two classes."""
+    """Return the index of the best scaling. It is 0, the usual scaling, if the labels do not have two classes."""
     labels = np.unique(sample.batch.labels)
     if len(labels) != 2:
         return 0

@@ -1,13 +1,13 @@
 """Try settings of any model on a sample of the data, in this process.
 
-A trial uses the model's own minibatches and update rules. It chooses the held-out examples and the number of passes in
-the same way as :mod:`paceline.training.tuning.trial`.
+A trial uses the model's own minibatches and update rules. It chooses the held-out examples and the number of passes
+like :mod:`paceline.training.tuning.trial`.
 
-A trial of one setting takes about one second on one core. The numbers of examples, passes and folds follow from an
-estimate of the model's speed, because a measured speed could lead to other choices for equal data. Slower models are
-tried on fewer examples: at least 8,192, in runs of consecutive examples from the whole sample. If the labels have two
-classes, all examples of the rarer class are used, up to half of the number. On small data slow models use fewer of the
-five folds, but at least one.
+A trial of one setting takes about one second on one core. The numbers of examples, passes and folds depend on an
+estimate of the model's speed. The speed is not measured, because equal data must lead to equal choices. Slower models
+are tried on fewer examples, but at least on 8,192, in runs of consecutive examples from the whole sample. If the labels
+have two classes, the rarer class keeps all its examples, up to half of this number. On small data, slow models are
+tried on fewer of the five folds, but at least on one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TriedModel:
-    """The result of a trial: the passes until the model was good enough, and the losses of its best pass."""
+    """The result of a trial: the number of passes until the model was good enough, and the best pass's losses."""
 
     model: SparseModel
     rule: UpdateRule
@@ -63,7 +63,7 @@ class TriedModel:
 class ModelTrial:
     """A part of a sample, split into examples for training and held-out examples.
 
-    With `passes`, settings are judged after this number of passes instead of at their best pass.
+    If `passes` is given, settings are compared after this number of passes. Otherwise each is at its best pass.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ModelTrial:
         try:
             return list(pool.map(lambda setting: self.run(*setting), settings))
         finally:
-            pool.shutdown(cancel_futures=True)  # start no more trials after Ctrl-C
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C, no further trial starts
 
     def run(self, model: SparseModel, rule: UpdateRule) -> TriedModel:
         learners = [_Learner(model, rule, self.batch, split, self._batch_size) for split in self.splits]
@@ -178,7 +178,7 @@ class _Learner:
 
 
 def seconds_per_pass(model: SparseModel, num_examples: int, num_pairs: int, batch_size: int) -> float:
-    """Return an estimate of the seconds per pass on one core; `num_pairs` counts the values of all examples."""
+    """Return an estimate of the seconds per pass on one core. `num_pairs` is the number of all examples' values."""
     num_batches = num_examples / batch_size
     if not isinstance(model, FactorModel):
         return num_pairs * 0.05e-6 * model.num_outputs + num_batches * 0.1e-3
@@ -190,7 +190,7 @@ def seconds_per_pass(model: SparseModel, num_examples: int, num_pairs: int, batc
 
 
 class InProcessTables:
-    """The rows of a model's tables in this process, with the arithmetic of a training. Not thread-safe."""
+    """The rows of a model's tables in this process, updated as in a training. Not thread-safe."""
 
     def __init__(self, stores: Sequence[SparseStore]) -> None:
         self.stores = stores
@@ -205,7 +205,7 @@ class InProcessTables:
         )
 
     def pull(self, minibatch: Minibatch) -> list[Floats]:
-        """Return a minibatch's rows by table. Minibatches of predictions omit tables that only training needs."""
+        """Return a minibatch's rows by table. A minibatch for prediction omits tables that only training needs."""
         rows = []
         for store, keys in zip(self.stores, minibatch.keys, strict=False):
             rows.append(np.empty((len(keys), store.dim), np.float32))

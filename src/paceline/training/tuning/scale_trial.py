@@ -1,7 +1,7 @@
-"""Choose scales and bins for numbers by the held-out loss of a logistic regression on a sample.
+"""Choose scales and bins of numbers: compare a logistic regression's held-out losses on a sample.
 
-The usual scales are those of the single features (:mod:`paceline.data.scales.numeric_features`). Others must be better
-by more than chance: of up to 5,000 examples by more than two standard errors, else by more than one.
+The usual scales are chosen for each feature alone (:mod:`paceline.data.scales.numeric_features`). Other scales must be
+better by more than one standard error, or by more than two for up to 5,000 examples.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Scaling(Protocol):
     """A way to scale the numbers of examples."""
 
     def apply(self, batch: Batch) -> Batch:
-        """Return scaled examples; `batch` does not change."""
+        """Return scaled examples. `batch` itself does not change."""
 
 
 def best_scaling(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> int:
-    """Return the index of the best scaling for a sample with labels 0 and 1; index 0 is the usual scaling."""
+    """Return the index of the best scaling for a sample with labels 0 and 1. Index 0 is the usual scaling."""
     if len(scalings) < 2:
         return 0
     offset = SparseLogisticRegression().starting_from(sample.batch.labels, sample.batch.weights).offset
@@ -53,7 +53,7 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> i
     try:
         tried = list(pool.map(lambda scaling: _try(part, scaling, offset, splits), scalings))
     finally:
-        pool.shutdown(cancel_futures=True)  # start no more trials after Ctrl-C
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, no further trial starts
     best = int(np.argmin([trial.mean for trial in tried]))
     errors = _CAUTION if part.num_examples <= SMALL else 1.0
     return best if tried[best].is_below(tried[0], errors) else 0
@@ -62,9 +62,9 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> i
 def is_worse_for_factors(
     model: FactorModel, sample: ExampleSample, nonlinear: Scaling | None, plain: Scaling | None
 ) -> bool:
-    """Return whether a factorization machine is better on `plain` than on `nonlinear` scales, by more than chance.
+    """Return whether a factorization machine is better, by more than chance, on `plain` than on `nonlinear` scales.
 
-    Pairs of numbers carry more information than pairs of their bins, which are rarer.
+    This may be so, because each pair of bins is rarer than the pair of their numbers.
     """
     batch_size = suggested_batch_size(sample.num_examples, model.least_batch_size)
     model = model.starting_from(sample.batch.labels, sample.batch.weights).with_defaults(FACTORS[2])

@@ -1,15 +1,16 @@
-"""Search settings of a model on a sample of the data: a few start values, then the neighbours of the best settings.
+"""Search a model's settings on a sample of the data: try a few, then the neighbours of the best settings.
 
-Linear models are tried with several rates and L1 penalties. In models with factors, the weights get the rate, penalty
+Linear models are tried with several rates and L1 penalties. In models with factors, the weights have the rate, penalty
 and passes of a logistic regression on the same data. The search varies the rates and penalties of the factors, and the
-number of occurrences after which a feature gets factors. It also varies whether the weights are penalized, because a
-penalty removes the weight of a feature that matters only in pairs. Deep models' layers get several rates and penalties.
+number of occurrences after which a feature gets factors. It also tries weights without a penalty, because a penalty
+removes the weight of a feature that matters only in pairs. For the layers of deep models, several rates and penalties
+are tried.
 
-A logistic regression is tried on the same examples. If the trial has all the data, the best settings win, and features
-get factors if the model with factors is better than the logistic regression by more than a standard error. If the
-trial has part of the data, features are rarer than in all data. Then the usual settings win unless other settings are
-better by more than a standard error, and features get factors unless the logistic regression is better by more than
-two standard errors.
+A logistic regression is tried on the same examples. If the trial has all the data, the best settings are chosen.
+Features get factors if the model with factors is better than the logistic regression by more than a standard error. If
+the trial has only a part of the data, features are rarer in it than in all data. Then other settings must be better
+than the usual ones by more than a standard error. Features get factors unless the logistic regression is better by more
+than two standard errors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Settings = Mapping[str, Any]
 FACTORS: Final[tuple[Settings, ...]] = tuple(
     {"factor_lr": 0.1, "factor_l2": l2, "factor_min_count": 1} for l2 in (0.3, 0.1, 0.03, 0.01)
 )
-"""Settings of factors to try, in addition to the usual ones."""
+"""Settings of factors that are tried in addition to the usual settings."""
 NO_FACTORS: Final[Settings] = {"factor_min_count": MOST_COUNTED}
 _OTHER_L2 = (0.55, 1.8)
 _OTHER_RATES = (0.3, 3.0)
@@ -43,15 +44,15 @@ _TOWER_L2 = 0.1
 _OTHER_L1 = (0.1, 10.0, 100.0)
 _ROUNDS = 2
 _WIDE_ROUNDS = 5
-_LEAST_REFINED = 200  # examples: fewer cannot distinguish similar settings
+_LEAST_REFINED = 200  # with fewer examples, similar settings cannot be distinguished
 _LEAST_GAIN = 1e-3  # features get factors only if the loss decreases by more than this fraction
-_CHANCE = 2.0  # standard errors, for a part of the data (where features are rarer) and for few examples
-_WIDE = 4.0  # factor on the time of a trial
+_CHANCE = 2.0  # standard errors, if the trial has a part of the data or few examples
+_WIDE = 4.0  # with --tune, a trial takes this many times as long
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TunedModel:
-    """The settings found for a model. `note` is a sentence about the search for the user."""
+    """The best settings of a model. `note` is a sentence for the user about the search."""
 
     model: SparseModel
     rule: UpdateRule
@@ -71,11 +72,11 @@ def tune_linear(
     default: TunedModel | None = None,
     given: Collection[str] = (),
 ) -> TunedModel:
-    """Return the best settings of a linear model, among these update rules and the neighbours of the best rule.
+    """Return the best settings of a linear model, of `rules` and the neighbours of the best rule.
 
-    The best of many rules is better by chance, so the first rule stays unless another is better by more than a standard
-    error (two for up to 5,000 examples). Settings `given` by the user, such as ``l1``, do not change. If `default` is
-    set, the first rule is its rule, and the search is wide.
+    Of many rules, some are better by chance. Therefore another rule must be better than the first one by more than a
+    standard error (two for up to 5,000 examples). Settings that the user has `given`, such as ``l1``, do not change. If
+    `default` is not None, its rule is the first, and the search tries more.
     """
     is_wide = default is not None
     trial = ModelTrial(
@@ -130,8 +131,8 @@ class FactorSearch:
         """Return the best settings.
 
         `linear` has the settings of a logistic regression. `unpenalized` is its rule without an L1 penalty, or with the
-        user's penalty. With a default, the search is wide, and the default stays unless other settings are better by
-        more than a standard error.
+        user's penalty. If there is a default, the search tries more, and other settings must be better than the default
+        by more than a standard error.
         """
         rule = linear.rule
         usual = self._try([({}, rule)])[0]

@@ -1,18 +1,18 @@
-"""Try update rules of a logistic regression on a sample of the data, in a fast loop of this process.
+"""Try update rules of a logistic regression on a sample of the data, in a fast loop in this process.
 
-The loop does the arithmetic of servers and workers. Part of the examples is held out. After each pass the loss on the
-held-out part is measured. The chosen number of passes is the point after which the loss hardly decreases.
+The loop computes the same updates as servers and workers. Some examples are held out. The loss on them is measured
+after each pass. The chosen number of passes is the one after which the loss hardly decreases.
 
-Up to 5,000 examples are split into five folds, and each fold is held out in turn. Of more examples an eighth is held
-out: the newest examples if the click rate or the loss drifts, otherwise runs of 16 from the whole sample. Up to five
-such eighths are held out until they contain 500 examples of the rarer class. If examples have copies, as after
-oversampling, all copies of an example are on the same side; otherwise memorizing would look like learning.
+Up to 5,000 examples are split into five folds, and each fold is held out in turn. If there are more, an eighth is held
+out: the newest examples if the click rate or the loss drifts, otherwise runs of 16 from the whole sample. If these
+contain fewer than 500 examples of the rarer class, up to five eighths are held out in turn. If examples have copies, as
+after oversampling, either all copies of an example are held out or none. Otherwise memorizing would look like learning.
 
-With few examples the lowest of many losses is low by chance. Therefore, for up to 5,000 examples with fewer features
-than examples, 8 passes of the first rule are the standard. Every other result gets a penalty of half a standard error
-of its difference from the standard. A larger penalty does harm if L2 penalties are tried: on 26 small data sets, public
-and generated (docs/explanation/defaults.md), AUC with half an error is 0.001 higher than with one error and 0.002
-higher than with three.
+If there are few examples, the lowest of many losses is low by chance. Therefore results are compared with a standard, 8
+passes of the first rule, if there are up to 5,000 examples and fewer features than examples. To the loss of any other
+result, half a standard error of its difference from the standard is added. Adding more does harm if L2 penalties are
+tried: on 26 small data sets, public and generated (docs/explanation/defaults.md), AUC with half an error is 0.001
+higher than with one error and 0.002 higher than with three.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from paceline.tables.types import Doubles, Floats
 MAX_PASSES = 64
 SMALL = 5_000
 _USUAL_PASSES = 8
-_CAUTION = 0.5  # the penalty of a result other than the standard, in standard errors
+_CAUTION = 0.5  # standard errors that are added to the loss of a result other than the standard
 _MAX_PAIR_VISITS = 150_000_000
 _MAX_PAIR_VISITS_OF_FOLDS = 30_000_000
 _FOLDS = 5
 _HELD_OUT = 8
-RUN = 16  # neighbours on the same side of a split
-_ENOUGH_RARE = 500  # held-out examples of the rarer class
+RUN = 16  # neighbours that are either all held out or all trained on
+_ENOUGH_RARE = 500  # wanted number of held-out examples of the rarer class
 _MOST_FOLD_PAIRS = 4 << 20
-_DRIFT = 3.0  # a larger difference, in standard errors, counts as drift
-_SEPARATED = 0.01  # fraction of the base rate's loss; below it, more passes only enlarge weights
+_DRIFT = 3.0  # standard errors; a larger difference is regarded as drift
+_SEPARATED = 0.01  # fraction of the base rate's loss; below it, further passes only enlarge weights
 _TOLERANCE = 2e-4  # fraction of the base rate's loss: a smaller gain does not justify more passes
 _COPIED_SHARE = 0.05
-_EQUAL_LABELS = 0.99  # rows with few categories may be equal by chance, but then more of their labels differ
+_EQUAL_LABELS = 0.99  # if rows are equal by chance, as with few categories, fewer of their labels are equal
 _LEAST_DISTINCT = 50
 
 _NONE = np.empty(0, np.float32)
@@ -73,7 +73,7 @@ class HeldOutLosses:
         return cls(losses, weights, float(np.average(losses, weights=weights)) if weights.sum() > 0 else math.inf)
 
     def is_below(self, other: HeldOutLosses, errors: float = 1.0) -> bool:
-        """Return whether the mean is at least `errors` standard errors below `other`'s, on the same examples."""
+        """Return whether the mean is more than `errors` standard errors below that of `other` on the same examples."""
         if not math.isfinite(other.mean):
             return math.isfinite(self.mean)
         return other.mean - self.mean > errors * self._standard_error(other)
@@ -89,13 +89,13 @@ class HeldOutLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TriedRule:
-    """The result of a trial: the passes until the model was good enough, and the losses of its best pass."""
+    """The result of a trial: the number of passes until the model was good enough, and the best pass's losses."""
 
     rule: FTRL
     passes: int
     losses: HeldOutLosses
     score: float
-    """The value to minimize: the mean loss, or for few examples :meth:`HeldOutLosses.doubted_mean`."""
+    """The value to minimize: the mean loss, or :meth:`HeldOutLosses.doubted_mean` if there are few examples."""
     optimism: Optimism
 
 
@@ -104,7 +104,7 @@ def is_over(means: Sequence[float]) -> bool:
 
 
 def passes_needed(means: Sequence[float], of_constant: float) -> int:
-    """Return the passes after which the loss hardly decreases, given the loss of each pass and of the base rate."""
+    """Return the number of passes after which the loss hardly decreases. `of_constant` is the base rate's loss."""
     enough = max(min(means) + _TOLERANCE * of_constant, _SEPARATED * of_constant)
     return 1 + next((i for i, mean in enumerate(means) if mean <= enough), 0)
 
@@ -135,9 +135,9 @@ class SampleTrial:
         return self._losses(np.full(len(self._labels), self._offset))
 
     def usual_losses(self, rule: FTRL) -> HeldOutLosses | None:
-        """Return the standard losses that a better rule must beat by more than chance; None for enough examples.
+        """Return the losses of the standard, with which other results are compared; None if there are enough examples.
 
-        The result is also None if there are as many features as examples, because such data needs fewer than 8 passes.
+        The result is also None if there are at least as many features as examples. Such data needs fewer than 8 passes.
         """
         if not self._num_features < len(self._all_labels) <= SMALL:
             return None
@@ -149,7 +149,8 @@ class SampleTrial:
     def run(self, rule: FTRL, usual: HeldOutLosses | None = None, max_passes: int = MAX_PASSES) -> TriedRule:
         """Train with `rule` until the held-out loss no longer decreases.
 
-        The score is the lowest mean loss of a pass; with `usual`, the lowest :meth:`HeldOutLosses.doubted_mean`.
+        The score is the lowest mean loss of a pass. If `usual` is given, it is the lowest
+        :meth:`HeldOutLosses.doubted_mean`.
         """
         states = self._fresh_states()
         scores: list[float] = []
@@ -193,7 +194,7 @@ class SampleTrial:
         for state, rows in zip(states, self._held_out, strict=True):
             out = np.empty(len(rows[0]) - 1, np.float32)
             csr_dot(*rows, np.ascontiguousarray(state.rows[:, 0]), out)
-            margins.append(out.astype(np.float64) + self._offset + float(state.rows[-1, 0]))  # the last row is the bias
+            margins.append(out.astype(np.float64) + self._offset + float(state.rows[-1, 0]))  # [-1]: the bias
         return np.concatenate(margins)
 
     def _losses(self, margins: Doubles) -> HeldOutLosses:
@@ -206,7 +207,7 @@ class SampleTrial:
 
 
 def num_folds(batch: Batch) -> int:
-    """Return the number of parts to hold out in turn; above 5,000 examples it depends on the rarer class."""
+    """Return the number of parts to hold out in turn. Above 5,000 examples, it depends on the rarer class."""
     n, classes = batch.num_examples, np.unique(batch.labels, return_counts=True)[1]
     if n <= SMALL:
         return min(_FOLDS, n)
@@ -215,7 +216,7 @@ def num_folds(batch: Batch) -> int:
 
 
 def has_drifting_loss(batch: Batch, offset: float, batch_size: int, rule: FTRL) -> bool:
-    """Return whether the newest eighth has a higher loss than held-out older examples, by more than chance."""
+    """Return whether the newest eighth's loss is higher, by more than chance, than that of held-out older examples."""
     n = batch.num_examples
     older, newest = n - n // _HELD_OUT, n // _HELD_OUT
     is_held_out = np.arange(older) // RUN % _HELD_OUT == 0
@@ -228,7 +229,7 @@ def has_drifting_loss(batch: Batch, offset: float, batch_size: int, rule: FTRL) 
 
 
 def held_out_splits(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
-    """Yield splits of the examples; held-out ones come from the whole batch if `is_mixed`, otherwise from its end."""
+    """Yield splits of the examples. Examples from the whole batch (`is_mixed`), or else from its end, are held out."""
     n, random = batch.num_examples, np.random.default_rng(0)
     copies = copies_of(batch)
     groups = copies if copies is not None else np.arange(n) // (RUN if n > SMALL else 1)
@@ -241,7 +242,7 @@ def held_out_splits(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
     cuts = [0, *np.cumsum(sizes).tolist()]
     if copies is not None:
         ends = np.flatnonzero(np.diff(copies[anywhere], append=-1)) + 1
-        cuts = [0, *ends[np.searchsorted(ends, cuts[1:])].tolist()]  # keep copies together
+        cuts = [0, *ends[np.searchsorted(ends, cuts[1:])].tolist()]  # cut only between groups of copies
     for start, stop in pairwise(cuts):
         trained = np.concatenate([anywhere[:start], anywhere[stop:]])
         if start < stop:
@@ -249,10 +250,10 @@ def held_out_splits(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
 
 
 def copies_of(batch: Batch) -> Positions | None:
-    """Return each example's group of copies; None if copies do not matter.
+    """Return the number of each example's group of copies; None if copies are irrelevant.
 
-    Copies matter if more than 5% of the examples have the same features as another example, and 99% of these examples
-    also have the same label. With few categories, examples are equal by chance, but their labels differ.
+    Copies are relevant if more than 5% of the examples have the same features as another example, and 99% of these also
+    the same label. If there are few categories, examples are equal by chance, but their labels differ.
     """
     n = batch.num_examples
     mixed = (batch.keys ^ (batch.keys >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
@@ -270,7 +271,7 @@ def copies_of(batch: Batch) -> Positions | None:
 
 
 class _TrialState(NamedTuple):
-    """A model in a trial, as :func:`logistic_pass` expects it."""
+    """A trial's model, in the form of the last arguments of :func:`logistic_pass`."""
 
     rows: Floats
     gradients: Floats

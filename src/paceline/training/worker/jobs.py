@@ -18,11 +18,11 @@ from paceline.training.weighting import Weighting
 from paceline.transport import register_type
 
 FOREVER_S: Final = 365 * 86400.0
-"""A worker's timeout for a shard or a job."""
+"""Timeout of a worker that waits for a shard or a job."""
 
 
 class JobRates(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan for the learning rates of the model's tables, as in :class:`RatePlan`."""
+    """The learning rates' :class:`RatePlan`, as a part of a job."""
 
     schedule: str
     warmup: float
@@ -34,10 +34,10 @@ class JobRates(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     """A job for the workers of a cluster. `task` is ``train``, ``evaluate``, ``read-columns`` or ``solve-blocks``.
 
-    `model` comes from :meth:`SparseModel.describe` and `dataset` from :meth:`Dataset.spec`. `update` is the rule of the
-    tables for which the model has no rule. `filters` and `pull_filters` (None: the same) are texts for
+    `model` comes from :meth:`SparseModel.describe` and `dataset` from :meth:`Dataset.spec`. `update` is the rule of all
+    tables without a rule of their own. `filters` and `pull_filters` (None: the same) are texts for
     :func:`paceline.filters.parse_filters`. A worker mixes the examples of `shards_at_once` shards. A job with `solve`
-    solves for the weights by blocks of columns; it follows a job that reads the columns.
+    solves for the weights by blocks of columns, after another job has read the columns.
     """
 
     task: str
@@ -51,7 +51,7 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     is_shuffled: bool = False
     epochs: int = 1
     reordered: tuple[int, ...] = ()
-    """Passes for which `is_shuffled` is reversed, because an earlier run started them in the other order."""
+    """In these passes, the opposite of `is_shuffled` applies, because an earlier run started them in that order."""
     filters: str = ""
     pull_filters: str | None = None
     solve: SolveTask | None = None
@@ -61,7 +61,7 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
         return (self.is_shuffled and epoch < self.epochs - 1) != (epoch in self.reordered)
 
     def filter_chains(self, *, exact: bool = False) -> tuple[Sequence[Filter], Sequence[Filter] | None]:
-        """Return the filters of pushes and pulls; with `exact`, only those that change no value. Raises UsageError."""
+        """Return the filters of pushes and pulls. If `exact`, omit those that change values. Raises UsageError."""
         texts = (self.filters, self.pull_filters)
         pushed, pulled = (
             None
@@ -93,7 +93,7 @@ class WorkerLeases:
             self._requested = self._link.start(messages.TakeLease(job=self._job, wait=False), Lease)
 
     def next_nowait(self) -> Lease | None:
-        """Return the next lease, or None if no shard is free now; after the last shard the lease is ALL_DONE."""
+        """Return the next lease, or None if no shard is free now. After the last shard, the lease is ALL_DONE."""
         self.prefetch()
         assert self._requested is not None
         lease, self._requested = self._requested(), None
@@ -104,7 +104,7 @@ class WorkerLeases:
         return lease
 
     def until_done(self, before_waiting: Callable[[], None] = lambda: None) -> Iterator[Lease]:
-        """Yield leases until all shards are done; call `before_waiting` when no shard is free."""
+        """Yield leases until all shards are done. Call `before_waiting` before each wait for a free shard."""
         while True:
             lease = self.next_nowait()
             if lease is None:
@@ -116,7 +116,7 @@ class WorkerLeases:
             yield lease
 
     def read(self, file: int, num_shards: int | None) -> None:
-        """Report a file's number of shards. Without this report, shards beyond its end would be leased forever."""
+        """Report a file's number of shards, because the scheduler would lease shards beyond the file's end."""
         if num_shards is not None and file not in self._ended:
             self._ended.add(file)
             self._link.notify(messages.FileEnded(job=self._job, file=file, num_shards=num_shards))
@@ -128,13 +128,13 @@ class WorkerLeases:
 
 @dataclass
 class WorkerCounters:
-    """A worker's counters of one job, sent to the scheduler with the heartbeats."""
+    """A worker's counters of one job. Heartbeats send them to the scheduler."""
 
     job: int
     examples: int = 0
     weight: float = 0.0
     held: int = 0
-    """Number of examples in memory for the block solver."""
+    """Number of examples that the worker holds in memory for the block solver."""
     loss: float = 0.0
     positives: int = 0
     bad_lines: int = 0

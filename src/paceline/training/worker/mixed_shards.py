@@ -1,8 +1,8 @@
 """Read several shards at once, so that each minibatch has examples from the whole file.
 
 In a file sorted by label, a minibatch of consecutive examples would have only one label, and the model would learn the
-labels one after another. Here the order of shards leaps through the file, and a minibatch has a few examples from each
-open shard.
+labels one after another. Therefore consecutive shards are far from each other in the file, and a minibatch has a few
+examples from each open shard.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from paceline.data import Batch, Dataset
 from paceline.protocol.jobs import Lease
 from paceline.training.weighting import Weighting
 
-_LEAP: Final = (math.sqrt(5) - 1) / 2  # golden ratio: each leap lands far from all earlier ones
+_LEAP: Final = (math.sqrt(5) - 1) / 2  # golden ratio: each shard is far from all earlier ones
 
 
 def leaping(shard: int, num_shards: int, epoch: int) -> int:
-    """Return the shard to read in place of `shard`, by a permutation of all shards that depends on the epoch."""
+    """Return the shard to read instead of `shard`. The epoch determines this permutation of the shards."""
     step = max(round(num_shards * _LEAP), 1)
     while math.gcd(step, num_shards) != 1:
         step += 1
@@ -35,10 +35,10 @@ class _OpenShard:
 
 
 class MixedShards:
-    """The open shards of a data set, at most `most`.
+    """At most `most` open shards of a data set.
 
-    Some files (gzip) can be read only from the beginning. The first epoch reads such a file in its order; later epochs
-    mix its shards if these are cached.
+    Some files (gzip) can be read only from the beginning. The first epoch reads their shards in order. Later epochs mix
+    the shards if they are cached.
     """
 
     def __init__(self, dataset: Dataset, weighting: Weighting, batch_size: int, most: int) -> None:
@@ -61,10 +61,10 @@ class MixedShards:
         return all(shard.lease.epoch == 0 for shard in self._open)
 
     def open(self, lease: Lease) -> None:
-        """Start to read the lease's shard, or the shard that replaces it in the mixed order."""
+        """Start to read the lease's shard, or its replacement in the mixed order."""
         dataset, shard = self._dataset, lease.shard
         can_enter = dataset.can_enter(lease.file)
-        num_shards = lease.num_shards if can_enter or lease.epoch else 0  # must be the same on every worker
+        num_shards = lease.num_shards if can_enter or lease.epoch else 0  # 0: not known to all workers
         self._in_order = not num_shards or not (can_enter or dataset.is_cached)
         if num_shards:
             shard = leaping(shard, num_shards, lease.epoch)
@@ -75,7 +75,7 @@ class MixedShards:
         self._open.append(_OpenShard(lease, batches))
 
     def next_batch(self) -> tuple[Batch | None, int, list[Lease]]:
-        """Return a few examples from each open shard (or None), the number of examples read, and the ended leases."""
+        """Return a few examples of each open shard (or None), the number of examples read, and leases that ended."""
         parts: list[Batch] = []
         ended: list[Lease] = []
         missing, num_read = self._batch_size, 0

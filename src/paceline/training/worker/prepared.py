@@ -1,10 +1,10 @@
 """Keep prepared minibatches in memory, with their distinct keys, for later passes.
 
-A shuffled training shuffles each shard's rows once and visits the shards in a leaping order. The last pass keeps the
-order of the file, because the newest rows of a log resemble future rows most.
+A shuffled training shuffles each shard's rows once, and consecutive shards are far from each other in the file. The
+last pass has the order of the file, because the newest rows of a log are the most similar to future rows.
 
-The first shards are kept, up to a limit in bytes, and never replaced. Reading is cyclic, so replacement would drop
-exactly the shard needed next.
+The first shards are kept, up to a limit in bytes. They are never replaced: each pass reads the shards in the same
+order, so the least recently used shard is the next one to be read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Prepared(NamedTuple):
 
 
 class PreparedShards:
-    """The minibatches of a training's shards; at most `most_bytes` are kept."""
+    """The minibatches of a training's shards. At most `most_bytes` are kept."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._left_bytes = self._most_bytes = most_bytes
@@ -53,7 +53,7 @@ class PreparedShards:
         return self._most_bytes - self._left_bytes
 
     def begin(self, job: WorkerTask, model: SparseModel) -> None:
-        """Drop the minibatches unless the job has the same ones as the previous job."""
+        """Drop the minibatches unless the previous job had the same data, batch size, weighting and order."""
         identity = (job.dataset, model.interactions, job.batch_size, job.weighting, job.is_shuffled)
         if identity != self._identity:
             self._left_bytes, self._is_full, self._kept, self._identity = self._most_bytes, False, {}, identity
@@ -61,7 +61,7 @@ class PreparedShards:
     def read(
         self, job: WorkerTask, model: SparseModel, dataset: Dataset, lease: Lease, scratch: KeyScratch
     ) -> Iterator[tuple[Minibatch, int]]:
-        """Yield a shard's minibatches with the number of examples read for each.
+        """Yield a shard's minibatches, each with the number of examples read for it.
 
         Raises the errors of :meth:`Dataset.read`, and DataError if the file of a kept shard has changed.
         """
@@ -88,7 +88,7 @@ class PreparedShards:
             crossed = model.crossed(batch)
             prepared = _Prepared(crossed, KeyedMatrix(crossed, scratch), num_read)
             if is_kept:
-                prepared.rows.keys = prepared.rows.keys.copy()  # a view would keep a larger buffer
+                prepared.rows.keys = prepared.rows.keys.copy()  # a view would keep its larger buffer
                 minibatches.append(prepared)
                 num_bytes += prepared.num_bytes
                 if num_bytes > self._left_bytes:
@@ -100,7 +100,7 @@ class PreparedShards:
 
 
 def _batches(job: WorkerTask, dataset: Dataset, lease: Lease) -> Iterator[tuple[Batch, int]]:
-    """Yield a shard's minibatches, with shuffled rows in a shuffled job, and the number of examples read for each."""
+    """Yield a shard's minibatches, shuffled if the job is, each with the number of examples read for it."""
     if not job.shuffles(lease.epoch):
         yield from job.weighting.read(dataset, lease, job.batch_size)
         return

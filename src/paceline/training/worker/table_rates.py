@@ -1,7 +1,7 @@
 """Change the learning rates of a training's tables by its schedule.
 
-Each worker changes the rates with its minibatches, according to its position in its own shard. Under sequential
-consistency the driver changes the rates between passes.
+Each worker sets the rates before its minibatches, according to its position in the data. Under sequential consistency
+the driver sets the rates, between passes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from paceline.training.schedules import RatePlan, parse_schedule
 from paceline.training.worker.jobs import JobRates, WorkerTask
 
 _UNPACKED = 4  # bytes of text per byte of a packed file
-_LEAST_CHANGE = 0.02  # fraction of the rate; smaller changes are not sent to the servers
+_LEAST_CHANGE = 0.02  # as a fraction of the rate; smaller changes are not sent to the servers
 
 
 class TableRates:
-    """Changes the rates of tables with the training's rule, in `most` passes. Raises UsageError without a rate."""
+    """Sets the rates of tables with the training's rule. Raises UsageError if the rule has no rate."""
 
     def __init__(
         self, tables: Sequence[SparseTable], model: SparseModel, rule: UpdateRule, plan: RatePlan, most: int
@@ -32,14 +32,14 @@ class TableRates:
         self._share = 0.0
 
     def set_within(self, passes: float) -> None:
-        """Set the rate for a number of finished passes, possibly fractional."""
+        """Set the rate after this number of passes, which may be a fraction."""
         self._set(self._plan.share(passes, self._most))
 
     def set_before(self, number: int) -> None:
         self._set(self._plan.share_of_pass(number, self._most))
 
     def reset(self) -> None:
-        """Restore the full rate, so that a saved model can be trained further."""
+        """Restore the full rate, so that a training can continue from the saved model."""
         self._share = 0.0
         self._set(1.0)
 
@@ -52,10 +52,11 @@ class TableRates:
 
 
 class WorkerRates:
-    """Changes `rates` by one worker's progress: the finished passes, computed from the position in a lease's shard.
+    """Sets `rates` by one worker's progress: the number of finished passes, given its position in a shard.
 
-    `num_examples` may be an estimate. If it is 0 (unknown), half of the shard counts as read. Files are weighted by
-    their bytes. In the first pass a packed file counts four times its bytes, because its unpacked size is unknown.
+    `num_examples` may be an estimate. If it is 0 (unknown), half of the shard counts as read. A file counts by its
+    bytes. In the first pass, the number of shards of a packed file is computed from four times its bytes, because its
+    unpacked size is unknown.
     """
 
     @classmethod

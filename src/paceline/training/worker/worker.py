@@ -1,9 +1,9 @@
-"""A worker process: receive jobs and shards from the scheduler, and train or predict.
+"""The loop of a worker process: receive jobs and shards from the scheduler, and train or predict.
 
 The loop overlaps its work with the servers' work. While a minibatch's weights are in flight, the worker parses the next
 minibatch and finds its distinct keys. If the consistency allows it (τ ≥ 1), the worker also requests the next weights
-before it computes the gradients. It does not wait at the end of a shard; it reports the shard when the last push is
-acknowledged.
+before it computes the gradients. It does not wait at the end of a shard: it reports the shard later, after the last
+push is acknowledged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run_worker(
 ) -> None:
     """Run jobs until the cluster ends.
 
-    `watch`, if given, receives a function that ends this process at once; `on_ready` receives the rank.
+    `watch`, if given, receives a function that ends this process at once. `on_ready` receives the rank.
     """
     if watch is not None:
         watch(lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -61,7 +61,7 @@ def run_worker(
     def receive(notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.Expelled):
             expelled.set()
-            raise PeerError(_EXPELLED)  # the error closes the link, where a call may be waiting for a job
+            raise PeerError(_EXPELLED)  # the error closes the link, so a call that waits for a job ends
         if isinstance(notice, messages.Ended):
             ended.set()
 
@@ -71,7 +71,7 @@ def run_worker(
         number = 0
         while True:
             try:
-                worker.retire()  # otherwise workers at the end of a job wait for this worker's ticks
+                worker.retire()  # otherwise workers that still run a job would wait for this worker
                 job: Job = client.link.call(messages.GetJob(after=number), Job, timeout_s=FOREVER_S)
                 if job.number < 0:
                     return
@@ -86,7 +86,7 @@ def run_worker(
 
 
 class _Part(NamedTuple):
-    """A job with this worker's access to the model, the data and the servers."""
+    """A job, and the objects with which this worker accesses the model, the data and the servers."""
 
     job: jobs.WorkerTask
     model: SparseModel
@@ -96,7 +96,7 @@ class _Part(NamedTuple):
 
 
 class Worker:
-    """A worker's part in the jobs of a cluster."""
+    """Runs a cluster's jobs on one worker."""
 
     def __init__(self, client: Client, expelled: threading.Event) -> None:
         self._client = client
@@ -106,12 +106,12 @@ class Worker:
         self._prepared = PreparedShards()
         self._counters = WorkerCounters(0)
         self._columns: ExampleColumns | None = None
-        """This worker's examples, kept between the block solver's two jobs."""
+        """This worker's examples, kept from the job that reads them to the job that solves."""
 
     def work(self, number: int, job: jobs.WorkerTask) -> None:
-        """Do this worker's part of a job. A data error fails the job, not this process."""
+        """Run a job on this worker. A data error ends the job, but not this process."""
         client = self._client
-        if number != self._counters.job:  # a worker receives the same job again if its shards were returned
+        if number != self._counters.job:  # not if the worker receives the same job again
             self._counters = WorkerCounters(number, start_bytes=client.byte_counts())
             self._scratch = KeyScratch()
         leases = WorkerLeases(client.link, number)
@@ -234,7 +234,7 @@ class Worker:
     # Delayed block proximal gradient.
 
     def _read_columns(self, part: _Part) -> None:
-        """Store this worker's examples by column. If this worker dies, the other workers read its shards again."""
+        """Store this worker's examples by column. If this worker dies, other workers read its shards again."""
         job, model, dataset, _, leases = part
         counters, collector = self._counters, ColumnCollector()
         held: list[Lease] = []
@@ -261,14 +261,14 @@ class Worker:
         self._columns = collector.finish()
 
     def _solve_blocks(self, part: _Part) -> None:
-        """Take part in the passes over blocks of columns, using the examples of the previous job."""
+        """Run the passes over blocks of columns with the examples of the previous job."""
         job, leases = part.job, part.leases
         assert job.solve is not None
         counters, columns = self._counters, self._columns
         self._columns = None
         self._take_part()
         lease = leases.next_nowait()
-        if lease is None:  # this worker joined after the other workers had started to solve
+        if lease is None:  # the other workers are already solving
             self.retire()
             lease = leases.wait_next()
         if lease.lease == ALL_DONE:
@@ -285,18 +285,18 @@ class Worker:
                 fields = {"kind": "pass", **msgspec.to_builtins(block_pass)}
                 self._call(messages.Report(job=counters.job, fields=fields))
             more = leases.next_nowait()
-            if more is not None and more.lease == ALL_DONE:  # the driver has ended the job
+            if more is not None and more.lease == ALL_DONE:  # the driver ended the job
                 return
             held += [] if more is None else [more]
         self.retire()
         for lease in held:
             leases.done(lease, counters.as_progress(self._client))
 
-    # With the scheduler.
+    # Communication with the scheduler.
 
     def _report_progress(self) -> None:
         counters = self._counters
-        if self._expelled.is_set():  # other workers now have this worker's shards
+        if self._expelled.is_set():  # other workers now process this worker's shards
             raise PeerError(_EXPELLED)
         time_s = time.monotonic()
         if time_s - counters.reported_s > _PROGRESS_S:
@@ -307,13 +307,13 @@ class Worker:
         return self._client.link.call(message, body=body)
 
     def retire(self) -> None:
-        """Leave the iterations, so that other workers do not wait for this worker."""
+        """Leave the iterations, so that no other worker waits for this worker."""
         if not self._retired:
             self._client.retire()
             self._retired = True
 
     def _retire_after_failure(self) -> None:
-        """Leave the iterations after a failure; ignore further errors of earlier pushes."""
+        """Retire after a failure. Retry once, because the first call may raise the error of an earlier push."""
         with contextlib.suppress(NoRoomError, UsageError):
             self.retire()
         self.retire()
@@ -334,7 +334,7 @@ class Worker:
 
 
 def _pull(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) -> list[Ticket]:
-    """Request a minibatch's rows. Minibatches of predictions omit tables that only training needs."""
+    """Request a minibatch's rows. A minibatch for prediction omits tables that only training needs."""
     return [
         table.pull_async(keys, assume_unique=True, ahead=ahead)
         for table, keys in zip(tables, minibatch.keys, strict=False)
@@ -342,9 +342,9 @@ def _pull(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) -
 
 
 class _Pipeline:
-    """The minibatches in flight: requested, computed, pushed, acknowledged.
+    """The minibatches whose weights are requested, or whose pushes are not yet acknowledged.
 
-    With `ahead` 1, the next minibatch's weights may be requested before the current gradients are pushed.
+    If `ahead` is 1, the next minibatch's weights are requested before the current gradients are pushed.
     """
 
     def __init__(
@@ -366,7 +366,7 @@ class _Pipeline:
         self._unconfirmed: deque[tuple[Ticket, list[Lease], dict[str, float]]] = deque()
 
     def feed(self, minibatch: Minibatch, num_read: int, is_first_pass: bool) -> None:
-        """Request the weights for the next minibatch, made from `num_read` examples; finish the current one."""
+        """Request the weights of the next minibatch, made from `num_read` examples. Finish the current one."""
         if self._ahead and self._current is not None:
             tickets = _pull(self._tables, minibatch, ahead=1)
             self._finish_current()
@@ -379,7 +379,7 @@ class _Pipeline:
 
     def end_shard(self, lease: Lease) -> None:
         self._shards.append(lease)
-        if self._current is None:  # the shard was empty, so no later minibatch reports it
+        if self._current is None:  # no minibatch will report this empty shard
             self.drain()
 
     def drain(self) -> None:
@@ -413,7 +413,7 @@ class _Pipeline:
         pushed, shards, progress = self._unconfirmed.popleft()
         pushed.wait()
         with self._client.servers.lock:
-            self._client.servers.raise_failures()  # failures of the shards' earlier pushes
+            self._client.servers.raise_failures()  # of these shards' earlier pushes
         self._report(shards, progress)
 
     def _report(self, shards: list[Lease], progress: dict[str, float]) -> None:
