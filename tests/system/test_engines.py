@@ -36,7 +36,7 @@ def start_ssh(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
         pytest.skip(f"needs the programs {', '.join(ssh_hosts.PROGRAMS)}")
     hosts = ssh_hosts.SshHosts(folder, {})
     patch.setenv("PATH", f"{hosts.bin}:{os.environ['PATH']}")
-    yield lambda: Ssh(EngineFlags(hosts="a,b"), "check")
+    yield lambda: Ssh(EngineFlags(hosts="a,b"))
     hosts.close()
 
 

@@ -26,11 +26,11 @@ RunRanks = Callable[[Check], object]
 def check_collectives(run: RunRanks, *, only: str | None = None) -> None:
     """Check that groups behave as `paceline.collectives` documents; raise AssertionError otherwise.
 
-    ``run`` calls a function on every rank of a new group; ``only`` selects one check of ``COLLECTIVE_CHECKS``.
+    ``run`` calls a function on every rank of a new group; ``only`` selects one check of ``COLLECTIVE_CHECKS``, and
+    another name is a KeyError.
     """
-    for name, check in COLLECTIVE_CHECKS.items():
-        if only is None or name == only:
-            run(check)
+    for name in COLLECTIVE_CHECKS if only is None else [only]:
+        run(COLLECTIVE_CHECKS[name])
 
 
 COLLECTIVE_CHECKS: Final[Mapping[str, Check]] = {

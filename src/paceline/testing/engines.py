@@ -177,12 +177,12 @@ def check_engine(
     """Check that an engine behaves as `paceline.launch.engines.engine` documents; raise AssertionError otherwise.
 
     ``make`` returns a new engine with at least two nodes, which share the empty ``folder`` with this machine. ``only``
-    selects one check of ``ENGINE_CHECKS``. A run may take ``timeout_s``.
+    selects one check of ``ENGINE_CHECKS``, and another name is a KeyError. A run may take ``timeout_s``.
     """
-    for name, check in ENGINE_CHECKS.items():
-        if only is None or name == only:
-            (folder / name).mkdir()
-            check(EngineSetting(make, folder / name, timeout_s))
+    for name in ENGINE_CHECKS if only is None else [only]:
+        check = ENGINE_CHECKS[name]
+        (folder / name).mkdir()
+        check(EngineSetting(make, folder / name, timeout_s))
 
 
 @contextlib.contextmanager

@@ -279,11 +279,10 @@ CHECKS: Mapping[str, Callable[[Setting], None]] = {
 def check_transport(make: MakeTransport, *, only: str | None = None, unix: bool = True) -> None:
     """Check that a transport behaves as `paceline.transport.base` documents; raise AssertionError otherwise.
 
-    ``only`` selects one check of ``CHECKS``; ``unix=False`` excludes Unix sockets.
+    ``only`` selects one check of ``CHECKS``, and another name is a KeyError; ``unix=False`` excludes Unix sockets.
     """
-    for name, check in CHECKS.items():
-        if only is not None and name != only:
-            continue
+    for name in CHECKS if only is None else [only]:
+        check = CHECKS[name]
         transport = make(_TOKEN)
         handler = EchoHandler()
         with serve_in_thread(handler, transport, hello=Hello(role="server", name="echo"), unix=unix) as served:

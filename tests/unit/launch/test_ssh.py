@@ -83,7 +83,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 @pytest.mark.parametrize("check", ENGINE_CHECKS)
 def test_engine_conforms(folder: Path, check: str) -> None:
-    check_engine(lambda: Ssh(EngineFlags(hosts="a,b"), "check"), folder, only=check)
+    check_engine(lambda: Ssh(EngineFlags(hosts="a,b")), folder, only=check)
 
 
 @pytest.mark.parametrize(
@@ -257,5 +257,5 @@ def test_text_that_is_not_utf8(
 def test_an_engine_without_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
     role = RunRole(name="ranks", command=("true",), num_nodes=1, num_cpus=1)
-    with pytest.raises(UsageError, match="no command ssh"), Ssh(EngineFlags(hosts="a"), "check") as engine:
+    with pytest.raises(UsageError, match="no command ssh"), Ssh(EngineFlags(hosts="a")) as engine:
         engine.start([role])

@@ -139,7 +139,7 @@ class _HostProcess:
 class Ssh(RunEngine):
     """Runs processes on several hosts. All ranks connect to the first host at their start."""
 
-    def __init__(self, flags: EngineFlags, name: str) -> None:
+    def __init__(self, flags: EngineFlags) -> None:
         """Raises UsageError for an invalid list of hosts."""
         assert flags.hosts is not None
         self._hosts = parse_hosts(flags.hosts)

@@ -29,12 +29,14 @@ def run_on_engine(options: RunOptions) -> int:
         flags.check_only(flags.on)
     check_script(options, is_here=flags.on != "kubernetes")
     assert options.script is not None
-    roles, name = roles_of(options), Path(options.script).stem
+    roles = roles_of(options)
     engine: RunEngine
     if flags.hosts is not None:
-        engine = Ssh(flags, name)
+        engine = Ssh(flags)
+    elif flags.on == "kubernetes":
+        engine = Kubernetes(flags)
     else:
-        engine = Kubernetes(flags) if flags.on == "kubernetes" else Slurm(flags, name)
+        engine = Slurm(flags, Path(options.script).stem)
     if flags.dry_run:
         print(engine.describe(roles), end="")
         return 0
