@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sized
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.random_examples import num_examples
 
 from paceline.errors import ProtocolError
 from paceline.protocol.quorum import (
@@ -405,5 +405,5 @@ class Elastic(RuleBasedStateMachine):
             assert member.step + member.is_prepared >= top or member.quorum < self.coordinator.quorum
 
 
-Elastic.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Elastic.TestCase.settings = num_examples(150, stateful_step_count=60)
 TestElastic = Elastic.TestCase
