@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from paceline.collectives import Group
 from paceline.collectives.schedules import ALGORITHMS
 from paceline.testing import COLLECTIVE_CHECKS, check_collectives, nothing_left, run_ranks
 
@@ -100,8 +99,5 @@ def test_everything(options: dict[str, Any], check: str) -> None:
     [pytest.param(_PARTLY[name], marks=[pytest.mark.thorough] * (name in _SELDOM), id=name) for name in _PARTLY],
 )
 def test_every_operation(options: dict[str, Any]) -> None:
-    def check_all(group: Group) -> None:
-        for check in _checks(options):
-            COLLECTIVE_CHECKS[check](group)
-
-    run_ranks(function=check_all, **options)
+    for check in _checks(options):
+        check_collectives(lambda function: run_ranks(function=function, **options), only=check)

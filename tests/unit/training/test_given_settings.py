@@ -125,7 +125,7 @@ def test_settings_outside_of_the_update_rule(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        pytest.param(kind, name, marks=[THOROUGH] * (kind is not LogisticRegression and name in {*COMMON} - {*FEW}))
+        (kind, name)
         for kind in (LogisticRegression, LinearRegression, PoissonRegressor, FactorizationMachine)
         for name in {**COMMON, **(FACTORS if kind is FactorizationMachine else {})}
     ],
