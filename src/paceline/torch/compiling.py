@@ -1,7 +1,7 @@
-"""Exclude this package from ``torch.compile``: its frames run uncompiled, between compiled graphs.
+"""Exclude this package from ``torch.compile``, so that its code runs uncompiled, between compiled graphs.
 
-Communication has effects that a graph cannot express. During a compiled model's call, Dynamo also compiles frames of
-this package, unless they are excluded; it does not find the attributes of a process group.
+Dynamo would otherwise compile this package's functions that run during a compiled model's call. But a graph cannot
+express communication, and Dynamo does not find the attributes of a process group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RULES: Final = "torch._dynamo.trace_rules"
 
 
 def keep_out_of_graphs() -> None:
-    """Make Dynamo skip this package's files. Do not import Dynamo here, because the import takes over a second."""
+    """Make Dynamo skip this package's files, now or when it is imported: its import takes over a second."""
     rules = sys.modules.get(_RULES)
     if rules is not None:
         rules.add("paceline")
@@ -27,7 +27,7 @@ def keep_out_of_graphs() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Import hook for Dynamo's module of rules: adds this package to the rules when the module is first loaded."""
+    """Adds this package to the rules in Dynamo's module ``trace_rules`` when that module is imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

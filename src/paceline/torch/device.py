@@ -1,4 +1,4 @@
-"""Groups for CUDA tensors, over NCCL. Ranks that share a device have no such group, because NCCL rejects them."""
+"""Create groups for CUDA tensors, over NCCL. NCCL rejects ranks that share a device, so these ranks have no group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that compute on several devices at the same time, with the state of the caller's thread."""
+"""Compute on several devices at the same time, in threads with the caller's state of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class DeviceThreads:
-    """One thread for each device; each thread uses an equal share of the cores. Error messages begin with `kind`."""
+    """One thread for each device, with an equal share of the cores. Errors name a thread `kind` and its number."""
 
     def __init__(self, devices: Sequence[torch.device], kind: str) -> None:
         self._devices = tuple(devices)
@@ -26,10 +26,10 @@ class DeviceThreads:
         self._pid = os.getpid()
 
     def run(self, work: Callable[[int], T], count: int, *, grad: bool = False) -> list[T]:
-        """Return ``work(i)`` for the first `count` devices, computed at the same time; `grad` enables gradients.
+        """Call ``work(i)`` for the first `count` devices at the same time, and return the results.
 
-        The threads have the caller's inference mode, autocast, CUDA streams and context variables. After all threads
-        have ended, the first exception is raised; its message begins with the thread's number and device.
+        `grad` enables gradients. The threads have the caller's inference mode, autocast, CUDA streams and context
+        variables. If calls fail, raise the first exception after all calls; its message begins with thread and device.
         """
         if self._pid != os.getpid():  # this process is a fork, which does not contain the threads
             self._pool, self._submitting, self._pid = None, threading.Lock(), os.getpid()
@@ -51,7 +51,7 @@ class DeviceThreads:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads. Idempotent; a later :meth:`run` starts new ones."""
+        """End the threads. Idempotent. A later :meth:`run` starts new threads."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
@@ -61,13 +61,13 @@ class DeviceThreads:
 
     def _started(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            # In torch each thread has its own number of threads for operators. A new thread starts with the number that
-            # was set last, so restore this thread's number afterwards.
+            # Each thread has its own torch.get_num_threads(). A new thread starts with the number that was set last in
+            # any thread, so restore this thread's number afterwards.
             count, num_threads = len(self._devices), torch.get_num_threads()
             all_started = threading.Barrier(count)
 
             def start() -> None:
-                torch.get_num_threads()  # first, because the first call in a thread undoes set_num_threads
+                torch.get_num_threads()  # a thread's first call would undo set_num_threads
                 torch.set_num_threads(max(1, num_threads // count))
                 all_started.wait()
 

@@ -1,7 +1,7 @@
-"""Reduce the bytes of gradients: filters and PyTorch's compression as hooks of DistributedDataParallel.
+"""Make gradient messages smaller, by filters or PyTorch's compression, in hooks of DistributedDataParallel.
 
 With filters, the exchange of a bucket (a group of gradients) overlaps with the computation and the exchange of later
-buckets. All ranks run the exchanges in one order, because DistributedDataParallel calls the hook in the buckets' order.
+buckets. DistributedDataParallel calls the hook in the order of the buckets, so all ranks use one order of exchanges.
 """
 
 # No `from __future__ import annotations`: PyTorch compares the annotations of a hook with types, not with text.
@@ -34,11 +34,11 @@ Hook = Callable[[Any, GradBucket], Future[Tensor]]
 def filter_hook(filters: Sequence[Filter] | str) -> Hook:
     """Return a hook for ``DistributedDataParallel.register_comm_hook(group, hook)``. A group of None means all ranks.
 
-    `filters`: one of :class:`~paceline.filters.TopK` and :class:`~paceline.filters.RandomK`, which select single values
-    of a gradient, and one of :class:`~paceline.filters.Float16`, :class:`~paceline.filters.BFloat16` and
-    :class:`~paceline.filters.Quantize`, or a text such as ``top-k:0.01,quantize:8``. The values that the filters remove
-    from a gradient are added to the next gradient (error feedback); they are lost when the process ends. Use one hook
-    per model. Gradients that are not float32 are converted; gradients on CUDA devices pass through host memory.
+    `filters` has at most one of :class:`~paceline.filters.TopK` and :class:`~paceline.filters.RandomK`, which select
+    values of a gradient, and at most one of :class:`~paceline.filters.Float16`, :class:`~paceline.filters.BFloat16` and
+    :class:`~paceline.filters.Quantize`. It may be a text such as ``top-k:0.01,quantize:8``. The part of a gradient that
+    the filters remove is added to the next gradient (error feedback). This part is lost when the process ends. Use one
+    hook per model. Gradients that are not float32 are converted. Gradients on CUDA devices are copied to the host.
 
     Raises UsageError for filters that do not apply to gradients.
     """
@@ -51,7 +51,7 @@ def filter_hook(filters: Sequence[Filter] | str) -> Hook:
 
 
 def launcher_filters() -> tuple[str, str | None]:
-    """Return the filters of ``paceline run --filters`` ("" for none) and ``--pull-filters``; import their modules."""
+    """Return ``--filters`` ("" for none) and ``--pull-filters`` of ``paceline run``. Import the filters' modules."""
     pushed, pulled = environment().filters or "", environment().pull_filters
     for name, text in (("PACELINE_FILTERS", pushed), ("PACELINE_PULL_FILTERS", pulled or "")):
         with naming(name):
@@ -61,7 +61,7 @@ def launcher_filters() -> tuple[str, str | None]:
 
 
 def row_filters(filters: Sequence[Filter] | str | None, pull_filters: Sequence[Filter] | str | None) -> RowFilters:
-    """Return the filters for embeddings' rows on servers. None: the filters of ``paceline run``."""
+    """Return the filters for embeddings' rows on servers. For None, use the filters of ``paceline run``."""
     if filters is None:
         filters, launcher_pull_filters = launcher_filters()
         pull_filters = launcher_pull_filters if pull_filters is None else pull_filters
@@ -108,7 +108,7 @@ class _Step:
 
 
 class _FilteredGradients:
-    """The buckets of one model, and the error feedback of each parameter's gradients."""
+    """Averages the buckets of one model, and stores the error feedback of each parameter's gradients."""
 
     def __init__(self, chain: FilterChain) -> None:
         self._chain = chain
@@ -119,7 +119,7 @@ class _FilteredGradients:
     def start(self, group: Any, bucket: GradBucket) -> Future[Tensor]:
         """Start averaging a bucket, and continue with earlier buckets. At the last bucket, finish all buckets."""
         if bucket.index() == 0:
-            self._in_flight.clear()  # only an interrupted backward pass leaves exchanges in flight
+            self._in_flight.clear()  # drop exchanges of an interrupted backward pass
         buffer = bucket.buffer()
         grads: Floats = buffer.detach().to("cpu", torch.float32).numpy()
         step = _Step(group, buffer, self._mean_of(group, bucket).average(grads))
@@ -138,7 +138,7 @@ class _FilteredGradients:
     def _mean_of(self, group: Any, bucket: GradBucket) -> GradientMean:
         """Return the object that averages a bucket.
 
-        Error feedback remains if torch moves parameters to other buckets.
+        If torch moves parameters to other buckets, their error feedback is kept.
         """
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
@@ -175,10 +175,11 @@ def check_compression(compression: str | None) -> None:
 
 
 def compress(model: DistributedDataParallel, compression: str) -> None:
-    """Compress a model's gradients in messages: ``fp16`` and ``bf16`` cast them.
+    """Compress the gradients that a model sends.
 
-    ``powersgd:R`` sends a matrix as two factors of R (default 1) columns with error feedback (Vogels et al., NeurIPS
-    2019). The first 10 iterations are uncompressed, because gradients change fastest in them.
+    ``fp16`` and ``bf16`` convert gradients to 16 bits. ``powersgd:R`` sends a matrix as two factors of R (default 1)
+    columns, with error feedback (Vogels et al., NeurIPS 2019). It starts after 10 iterations, because gradients change
+    fastest in the first iterations.
     """
     group = model.process_group
     if compression == "fp16":

@@ -1,4 +1,4 @@
-"""Run the calls of a process group in the caller's thread or in the group's thread; run its monitored barriers."""
+"""Run a process group's calls in the caller's thread or in the group's thread, and run its monitored barriers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Step(NamedTuple):
 
 
 class Calls:
-    """The calls of one process group."""
+    """Runs the calls of one process group."""
 
     def __init__(self, group: Group, terms: Terms) -> None:
         self._group, self._terms = group, terms
         self._nested: Group | None = None
 
     def group(self) -> Group:
-        """Return the group that runs this thread's calls; calls inside a future's callback use a second group."""
+        """Return the group for this thread's calls. Calls inside a future's callback use a second group."""
         if not is_in_callback():
             return self._group
         if self._nested is None:
@@ -58,7 +58,7 @@ class Calls:
         shown: Sequence[Tensor] = (),
         after: After | None = None,
     ) -> Work:
-        """Run `steps`, then `after`. Synchronous calls run in the caller's thread, to avoid a thread switch."""
+        """Run `steps`, then `after`. Synchronous calls run in the caller's thread, which avoids a thread switch."""
         if not steps:
             return FinishedWork(value)
         is_profiled = is_profiling()
@@ -83,13 +83,13 @@ class Calls:
 
 
 class MonitoredBarrier:
-    """Barriers that report missing ranks. Ranks send messages to rank 0; a collective would hang if one is missing."""
+    """Barriers that report missing ranks. Each rank sends a message to rank 0: a collective would only wait."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._tags = itertools.count(-2, -2)
-        """Tags of the barriers' messages: negative, unlike users' tags. Each barrier uses two new tags, so that a late
-        message cannot match a later barrier.
+        """The tags of the barriers' messages, which are negative because users' tags are not. Each barrier uses two new
+        tags, so that a late message cannot match a later barrier.
         """
 
     def wait(self, timeout: timedelta, *, wait_all_ranks: bool) -> None:
@@ -115,7 +115,7 @@ class MonitoredBarrier:
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
-            except PeerError as error:  # the group has ended, so no later rank can arrive
+            except PeerError as error:  # the group has ended, so the remaining ranks cannot arrive
                 missing += [lost for lost in getattr(error, "ranks", ()) or (rank,) if lost not in missing]
                 break
         if missing:

@@ -21,7 +21,7 @@ from paceline.errors import (
 
 
 class BackendError(PeerError, DistBackendError):
-    """An error caused by another rank, for which no other class of this module exists."""
+    """An error caused by another rank, if no other class of this module fits."""
 
 
 class BackendCollectiveError(CollectiveError, DistBackendError):
@@ -56,11 +56,11 @@ _KINDS: dict[type[PacelineError], type[DistBackendError]] = {
 
 
 class Terms(NamedTuple):
-    """Details of a process group for its error messages."""
+    """Properties of a process group that its error messages need."""
 
     timeout: timedelta
     global_ranks: tuple[int, ...] = ()
-    """For each rank of the group, the rank of the same process in the program; empty if the numbers are equal."""
+    """The rank in the whole program of each rank of this group; empty if both numbers are always equal."""
 
 
 def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
@@ -81,7 +81,7 @@ def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
 
 
 def _numbering(text: str, global_ranks: Sequence[int], named: Sequence[int] = ()) -> str:
-    """Return an addition to `text` that converts the group's ranks to the program's ranks; "" if they are equal."""
+    """Return a text that lists the program's ranks for the group's ranks in `text`; "" if the numbers are equal."""
     if not _RANK.search(text) or all(rank == number for number, rank in enumerate(global_ranks)):
         return ""
     shown = [rank for rank in named if rank < len(global_ranks)] or range(len(global_ranks))

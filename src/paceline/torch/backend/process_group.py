@@ -37,7 +37,7 @@ _PATIENCE_S: Final = 1.0
 
 
 def on_cpu(method: _Method) -> _Method:
-    """Decorator: run the method for tensors on the CPU; pass calls with other tensors to their device's group."""
+    """Decorate a method for tensors on the CPU: pass calls with other tensors to the group of their device."""
 
     @functools.wraps(method)
     def routed(self: PacelineProcessGroup, *arguments: Any, **options: Any) -> Any:
@@ -50,20 +50,20 @@ def on_cpu(method: _Method) -> _Method:
 
 
 _AnyProcessGroup: Any = ProcessGroup
-"""The base class without types, because mypy rejects methods here that override overloaded methods."""
+"""The base class, without types: mypy would reject methods of the subclass that override overloaded methods."""
 
 
 class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
-    """The ranks of a torch.distributed group, over a :class:`paceline.collectives.Group`.
+    """A process group of ``torch.distributed`` that uses a :class:`paceline.collectives.Group`.
 
     ``init_process_group`` and ``new_group`` create it. The names and arguments of the methods are PyTorch's, because
-    ``torch.distributed`` calls them, and also the C++ code of DistributedDataParallel and of the functional
-    collectives. Dense and contiguous tensors on the CPU are not copied. If another rank fails, ``wait()`` or the call
-    itself raises an error that is both Paceline's class and a ``torch.distributed.DistBackendError``.
+    ``torch.distributed`` and its C++ code call them. Dense and contiguous tensors on the CPU are not copied. If another
+    rank fails, ``wait()`` or the call itself raises an error that is both an error of Paceline and a
+    ``torch.distributed.DistBackendError``.
     """
 
     def __init__(self, store: Store, group: Group, global_ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(group.rank, group.size)  # with a store, C++ would ignore the methods of this object
+        super().__init__(group.rank, group.size)  # a store here would make C++ ignore these methods
         self._store = store
         self._group = group
         self._terms = Terms(group.timeout, global_ranks)
@@ -333,13 +333,13 @@ class PacelineProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         is_even = not output_splits and not input_splits
         if is_even and output.numel() != input.numel():
             raise UsageError(
-                f"got an output of {output.numel()} items for an input of {input.numel()}, expected equal sizes, or "
-                "splits"
+                f"got an output of {output.numel()} items for an input of {input.numel()}: make the sizes equal, or "
+                "pass splits"
             )
         receives = None if is_even else _tensors.rows_of(output, output_splits, self._group.size, "output")
         sends = None if is_even else _tensors.rows_of(input, input_splits, self._group.size, "input")
         given, out, after = _tensors.movable(input), _tensors.writable(output), None
-        if input.shape[1:] != output.shape[1:]:  # only the numbers of items are equal, so count the splits in items
+        if input.shape[1:] != output.shape[1:]:  # the tensors' rows differ in size, so count items
             given, (out, after) = _tensors.source(input), _tensors.target(output)
             sends, receives = _tensors.in_items(sends, input, given), _tensors.in_items(receives, output, out)
         step = Step("all_to_all", (given,), {"send_sizes": sends, "receive_sizes": receives, "out": out})

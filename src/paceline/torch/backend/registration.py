@@ -28,7 +28,7 @@ from paceline.transport.backoff import Backoff
 
 def create(options: Any) -> PacelineProcessGroup:
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
-    global_ranks = tuple(options.global_ranks_in_group)  # PyTorch passes no ranks for the group of all ranks
+    global_ranks = tuple(options.global_ranks_in_group)  # empty for the group of all ranks
     try:
         group = join_through(store, rank, size, options.group_id, timeout)
     except (RankLostError, DeadlineError) as error:
@@ -39,10 +39,11 @@ def create(options: Any) -> PacelineProcessGroup:
 def join_through(
     store: CStore, rank: int, size: int, name: str, timeout: timedelta, *, variables: Environment | None = None
 ) -> Group:
-    """Return a group of the ranks that share one of PyTorch's stores; every group of a store has its own `name`.
+    """Return a group of the ranks that share one of PyTorch's stores. Every group of a store has its own `name`.
 
-    The store has no authentication, so it never contains a secret. Rank 0 writes a random number to the store. All
-    ranks derive a token from this number and their common secret. A rank rejects values without a proof of the token.
+    The store has no authentication, so the ranks never write a secret to it. Rank 0 writes a random number to it. All
+    ranks derive a token from this number and their common secret. A rank rejects a value in the store if the value's
+    writer did not have the token.
 
     Raises UsageError if PACELINE_TOKEN is missing although other machines reach the store, and AuthenticationError if
     the ranks' tokens differ.
@@ -76,13 +77,13 @@ def join_through(
 
 
 def find_place(store: CStore, master: str | None) -> str:
-    """Return the host of a store; the loopback address if only this machine can reach the store."""
+    """Return the host of a store. If only this machine can reach the store, return the loopback address."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
         return str(store.host)
     if isinstance(store, FileStore):
-        # Ranks on several hosts may share the file, so the address is the launcher's host `master`, if there is one.
+        # Ranks on several hosts may share the file, so use the launcher's host `master` if it is known.
         return master or LOOPBACK
     return LOOPBACK
 
@@ -91,7 +92,7 @@ _FIRST_PAUSE_S: Final = 0.0005
 _PAUSE_S: Final = 0.05
 _PAUSE_A_KEY_S: Final = 0.001
 _SET: Final = b"="
-"""Prefix of every stored value, because FileStore and TCPStore treat an empty value as missing."""
+"""Prefix of every stored value, so that none is empty: FileStore and TCPStore treat an empty value as missing."""
 
 
 class TorchStore(Store):

@@ -1,4 +1,4 @@
-"""Convert tensors for the collectives (to supported dtypes, contiguous memory, one vector), and names of reductions."""
+"""Convert tensors for the collectives to supported dtypes and contiguous vectors; convert names of reductions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def first_tensor(arguments: tuple[Any, ...]) -> Tensor | None:
 
 
 def only(tensors: Sequence[Any]) -> Any:
-    """Return the only tensor of a list. (PyTorch's lists exist for processes with several devices.)"""
+    """Return the only tensor of a list. PyTorch passes a list because it once supported several devices per process."""
     if len(tensors) != 1:
         raise UsageError(f"got a list of {len(tensors)} tensors, expected one tensor per process")
     return tensors[0]
@@ -51,9 +51,10 @@ def rows_of(tensor: Tensor, splits: Sequence[int], size: int, name: str) -> list
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a view of its memory with a supported dtype, which is correct for copies, not for all sums.
+    """Return the tensor or, if its dtype is not supported, a view of its memory with a supported dtype.
 
-    A tensor with the conjugate or negative bit is copied, because its memory does not contain its values.
+    The view is correct for copies, but not for all reductions. A tensor with the conjugate or negative bit is copied,
+    because its memory does not contain its values.
     """
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
@@ -65,7 +66,7 @@ def movable(tensor: Tensor) -> Tensor:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Return :func:`movable` of a tensor that receives results.
+    """Return the result of :func:`movable` for a tensor that receives results.
 
     Raises UsageError if the tensor's memory cannot be written.
     """
@@ -85,7 +86,7 @@ def source(tensor: Tensor) -> Tensor:
 
 
 def target(tensor: Tensor) -> tuple[Tensor, After | None]:
-    """Return a contiguous vector to write to, and the function to run after the write, or None."""
+    """Return a contiguous vector to write to, and a function to call after the write (None: not needed)."""
     tensor = writable(tensor)
     if tensor.is_contiguous():
         return tensor.view(-1), None
@@ -101,7 +102,7 @@ def sources(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def targets(tensors: Sequence[Tensor]) -> tuple[Tensor, After | None]:
-    """Return a contiguous vector for the items of several tensors, and the function to run after the write, or None."""
+    """Do the same as :func:`target` for the items of several tensors."""
     tensors = [writable(tensor) for tensor in tensors]
     whole = _as_one_vector(tensors)
     if whole is not None:
@@ -121,7 +122,7 @@ def counts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def in_items(rows: list[int] | None, tensor: Tensor, vector: Tensor) -> list[int] | None:
-    """Convert numbers of rows of `tensor` to numbers of items of `vector`, its :func:`source` or :func:`target`."""
+    """Convert numbers of rows of `tensor` to numbers of items of `vector`, which has the tensor's items."""
     if rows is None or not sum(rows):
         return rows
     return [number * (vector.numel() // tensor.shape[0]) for number in rows]
@@ -186,7 +187,7 @@ NAMES: Final[dict[int, str]] = {
     int(_RED_OP_TYPE.BOR): "bitwise_or",
     int(_RED_OP_TYPE.BXOR): "bitwise_xor",
 }
-"""Paceline's name of each reduction, by the hash of PyTorch's ReduceOp, which is the fastest key."""
+"""Paceline's name of each reduction. The key is the hash of PyTorch's ReduceOp, because this lookup is fastest."""
 
 
 def reducible(tensor: Tensor, name: str, *, is_target: bool) -> Tensor:

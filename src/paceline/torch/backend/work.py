@@ -1,4 +1,4 @@
-"""The ``Work`` objects that calls of a process group return to PyTorch, and their futures."""
+"""Define the ``Work`` objects that calls of a process group return to PyTorch, and their futures."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _AnyTensor: Any = torch.Tensor
 
 
 class _Failed(_AnyTensor):  # type: ignore[misc]
-    """The value in the future of a failed call. Each use of the value raises the call's error.
+    """The value in the future of a failed call. Each use of this value raises the call's error.
 
-    This is needed because C++ code of PyTorch reads a future's value, but not its error.
+    It exists because C++ code of PyTorch reads a future's value, but not its error.
     """
 
     error: Exception
@@ -52,7 +52,7 @@ class _Failed(_AnyTensor):  # type: ignore[misc]
         for argument in args:
             if isinstance(argument, _Failed):
                 raise argument.error
-        raise RuntimeError("a call has failed, but its result is used; wait() of the call raises the error")
+        raise RuntimeError("the result of a failed call was used. Call wait() of the call to get its error")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"the result of a call that failed: {self.error}"
@@ -61,16 +61,16 @@ class _Failed(_AnyTensor):  # type: ignore[misc]
 class CallFuture(torch.futures.Future[Any]):
     """The future of a call. Calls inside its callbacks use a second group.
 
-    A callback, such as PowerSGD's communication hook, may make calls and wait for the calls. The callback runs in the
-    group's thread, which cannot wait for its own calls, or in the caller's thread if the future is already done. So the
-    order of callbacks' calls and the main thread's calls differs between ranks. The second group runs only callbacks'
-    calls, in the order of the futures, which is equal on all ranks.
+    A callback, such as PowerSGD's communication hook, may make calls and wait for these calls. It runs in the group's
+    thread, which cannot wait for its own calls, or in the caller's thread if the future is already done. In one group,
+    the calls of callbacks and of the main thread would have another order on each rank. The second group runs only
+    calls of callbacks. Their order is the order of the futures, which is equal on all ranks.
     """
 
     def fail(self, error: Exception, *, is_one_tensor: bool) -> None:
         """Complete the future with an error, for Python and C++.
 
-        ``is_one_tensor``: C++ expects a tensor, not a list.
+        With ``is_one_tensor``, C++ expects a tensor as the value, else a list.
         """
 
         def unwrap(_: Any) -> None:
@@ -108,14 +108,14 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class TracedOperation:
-    """An operation in PyTorch's profiler, from its creation to :meth:`end`. Its name has the form of Gloo's names."""
+    """An operation in PyTorch's profiler, from its creation to :meth:`end`. It is named as Gloo's operations are."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
         self._began_in = threading.get_ident()
         self._handle: Any = torch._C._autograd._record_function_with_args_enter(f"paceline:{name}", *tensors)
 
     def end(self) -> None:
-        """End the operation, in a thread other than its first thread: the profiler then treats it as asynchronous."""
+        """End the operation in another thread than its first one: the profiler then shows it as asynchronous."""
         if threading.get_ident() != self._began_in:
             self._exit()
         else:
@@ -128,7 +128,7 @@ class TracedOperation:
 
 
 class CallWork(Work):
-    """Abstract: a call of a process group. Subclasses define the wait, the state and the future."""
+    """Base class of a process group's calls. Subclasses define the wait, the state and the future."""
 
     def __init__(self, value: Value) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class FinishedWork(CallWork):
         return True
 
     def exception(self) -> None:
-        """Return None: only a call that succeeded has a FinishedWork."""
+        """Return None, because a failed call never has a FinishedWork."""
 
     def get_future(self) -> CallFuture:
         future = CallFuture()
@@ -176,7 +176,7 @@ class TicketWork(CallWork):
         after: After | None = None,
         event: TracedOperation | None = None,
     ) -> None:
-        """`tickets` finish in this order. Then `after` runs; the work is done when `after` has returned."""
+        """`tickets` finish in their order. Then `after` runs. The work is done when `after` has returned."""
         super().__init__(value)
         self._tickets = tickets
         self._terms = terms
@@ -221,7 +221,7 @@ class TicketWork(CallWork):
     def _complete(self, _: CollectiveTicket) -> None:
         assert self._future is not None
         if self._finished is not None:
-            self._finished.wait()  # wait for `after`, which ends later than the ticket
+            self._finished.wait()  # `after` may still be running although the ticket is done
         error = self.exception()
         if error is not None:
             failure = error if isinstance(error, Exception) else RuntimeError(repr(error))

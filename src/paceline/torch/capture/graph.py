@@ -1,4 +1,4 @@
-"""Define the arguments of a model's call, the graph of a forward for one kind of call, and properties of nodes."""
+"""Represent the arguments of a model's call and the graph of its forward, and find properties of graph nodes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from paceline.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The arguments of a model's call, as leaves (values without inner structure) with names."""
+    """The arguments of a model's call, divided into named leaves (values that contain no other values)."""
 
     values: Mapping[str, Any]
     """The leaves that may differ between calls, such as tensors."""
     constants: Mapping[str, Any]
     fill: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    """A function that returns the positional and keyword arguments, given other :attr:`values` in the same order."""
+    """A function that builds the positional and keyword arguments from values in the order of :attr:`values`."""
 
     @property
     def kind(self) -> str:
-        """A text that is equal for two calls if the same graph can compute both."""
+        """A text that is equal for two calls if one graph can compute both calls."""
         tensors = [f"{name}={tensor.dtype}{tensor.dim()}" for name, tensor in self.values.items()]
         return ", ".join([*tensors, *self.constants_as_text()])
 
     def constants_as_text(self) -> list[str]:
-        """Return each constant's name and value as text. Raises UsageError if the text contains a memory address."""
+        """Return each constant as ``name=value``. Raises UsageError if a value's text contains a memory address."""
         return [f"{name}={_text_of(name, constant)}" for name, constant in self.constants.items()]
 
 
@@ -68,7 +68,7 @@ def bind(
 def of_class(kind: Any, fields: Mapping[str, Any]) -> Any:
     """Create a dictionary or a dataclass of class `kind`.
 
-    A defaultdict loses its function for missing keys, which cannot be sent.
+    A defaultdict gets no function for missing keys, because functions cannot be sent to other processes.
     """
     if issubclass(kind, defaultdict):
         return kind(None, fields)
@@ -95,7 +95,7 @@ def _name(path: Sequence[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputForm:
-    """The result of a traced forward: the tuples, dictionaries and objects, with graph nodes instead of tensors."""
+    """The structure of a traced forward's result, with graph nodes instead of tensors."""
 
     nodes: tuple[Any, ...]
     build: Callable[[Iterator[Any]], Any]
@@ -171,7 +171,7 @@ def undone(module: nn.Module) -> Iterator[None]:
         for parameter, grad in grads:
             parameter.grad = grad
         with torch.no_grad():
-            # Write only changed buffers, because a pending backward fails if one of its buffers has been written.
+            # Write only changed buffers: a backward fails if a buffer that it uses was written after the forward.
             for name, buffer in module.named_buffers():
                 if name in before and not torch.equal(buffer, before[name]):
                     buffer.copy_(before[name])
@@ -190,16 +190,16 @@ _IN_PLACE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """The graph of a forward. The graph's placeholders stand for the input values of a call, in order."""
+    """The graph of a forward. Its placeholders are the values of a call's arguments, in order."""
 
     graph: fx.Graph
     output: OutputForm
     root: nn.Module
-    """The module that contains the submodules, parameters and buffers which the nodes name."""
+    """The module with the submodules, parameters and buffers to which the nodes refer by name."""
     whole: dict[str, str] = field(default_factory=dict)
-    """The reason why a module cannot be traced, by the module's name. The graph has such a module as one node."""
+    """Modules that are one node each because they cannot be traced: the reasons by the module's name."""
     check: Callable[[Sequence[Any]], str | None] = lambda _: None
-    """A function that returns the reason why the graph does not support these values, or None if it supports them."""
+    """A function that returns the reason why the graph does not support given values; None if it supports them."""
     is_exported: bool = False
 
 

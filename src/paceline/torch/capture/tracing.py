@@ -1,9 +1,9 @@
 """Convert a model's forward to a graph.
 
-``torch.fx`` is tried first, module by module. Modules stay the same objects, with their training mode and buffers, and
-all sizes stay dynamic. A module whose forward cannot be traced becomes one node. If this module is the model itself, or
-contains several layers, ``torch.export`` is used instead. ``torch.export`` traces single operations. The resulting
-graph is valid only for the current modes of the modules, and for the sizes on which the forward depends.
+``torch.fx`` is tried first, module by module. The graph then calls the model's own modules, with their training mode
+and buffers, and supports all sizes. A module whose forward cannot be traced becomes one node. If this module is the
+model itself, or contains several layers, ``torch.export`` is used instead. ``torch.export`` traces single operations.
+Its graph is valid only for the current modes of the modules, and for the sizes on which the forward depends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _FlatCall(nn.Module):
     """A model whose arguments and result are flat lists."""
 
     def __init__(self, model: nn.Module, arguments: CallArguments, take_build: Callable[[Any], None]) -> None:
-        """`take_build` receives the function that builds the result. (torch.export resets attributes of the model.)"""
+        """`take_build` receives the function that builds the result: torch.export would reset an attribute for it."""
         super().__init__()
         self.model = model
         self.arguments = arguments
@@ -62,7 +62,7 @@ def export(module: nn.Module, arguments: CallArguments) -> CapturedGraph:
         if node.op == "placeholder":
             node.target = names[_place(node.target)]
         if node.target is torch.ops.aten.linear.default:
-            node.target = F.linear  # run/weights.py can add the weight gradients of F.linear in place
+            node.target = F.linear  # the pipeline can add the weight gradients of F.linear in place
         if "_pipe_split" in str(node.target):
             node.target = stage_boundary
         stack = [
@@ -75,14 +75,14 @@ def export(module: nn.Module, arguments: CallArguments) -> CapturedGraph:
 
 
 def _free_sizes(value: Any) -> Any:
-    """Return the ``dynamic_shapes`` of an argument: torch.export finds the sizes on which the forward depends."""
+    """Return the ``dynamic_shapes`` of an argument: torch.export itself finds the sizes that must stay constant."""
     if not isinstance(value, Tensor):
         return None
     return {k: torch.export.Dim.AUTO for k, size in enumerate(value.shape) if size > 1} or None
 
 
 def _take_check(root: Any) -> Callable[[Sequence[Any]], str | None]:
-    """Remove from a graph its check of the arguments, and return the check as a function."""
+    """Remove the check of the arguments from a graph, and return this check as a function."""
     found = list(root.graph.find_nodes(op="call_module", target=_GUARDS))
     if not found:
         return lambda _: None
@@ -111,8 +111,8 @@ def capture(
 ) -> CapturedGraph:
     """Capture the graph of a model for a call with these arguments. Raises UsageError if neither tracer succeeds.
 
-    `opens_torch_modules`: also trace inside torch's losses and Transformers. `refusal`: the reason why ``torch.fx``
-    must not be used, if any.
+    With `opens_torch_modules`, trace inside torch's losses and Transformers too. `refusal` is the reason why
+    ``torch.fx`` must not be used; "" if it may be used.
     """
     graph: CapturedGraph | None = None
     traced = refusal
@@ -127,7 +127,7 @@ def capture(
         return export(module, arguments)
     except UsageError:
         raise
-    except Exception as error:  # with torch.fx's proxies as arguments, the model's code may raise any error
+    except Exception as error:  # the arguments are proxies, so the model's code may raise any error
         if graph is None:
             raise UsageError(
                 f"{type(module).__name__} cannot be cut: its forward ({_where(module)}) cannot be traced. torch.fx: "
@@ -140,7 +140,7 @@ def capture(
 
 
 class _ForwardError(Exception):
-    """The model's own forward cannot be traced."""
+    """Raised if the forward of the model itself cannot be traced."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -175,13 +175,13 @@ def _hides_layers(module: nn.Module) -> bool:
 
 
 class _NotTraceableError(Exception):
-    """A trace of this forward would be incomplete."""
+    """Raised if a trace of a forward would be incomplete."""
 
 
 class _Tracer(fx.Tracer):
     """Traces all modules except `whole`.
 
-    Rejects forwards that turn gradients or autocast on or off, or draw random numbers without an input tensor.
+    It rejects forwards that turn gradients or autocast on or off, or draw random numbers without an input tensor.
     """
 
     proxy_buffer_attributes = True

@@ -1,4 +1,4 @@
-"""Embeddings with rows in sparse tables: modules, stores of rows, and their use in a training step."""
+"""Embeddings whose rows are in sparse tables: modules, stores of rows, and the exchange of rows during training."""
 
 from paceline.torch.embeddings.embedder import Embedder
 from paceline.torch.embeddings.modules import Embedding, EmbeddingBag, find_embeddings

@@ -14,7 +14,7 @@ from paceline.tables.types import Floats, Keys
 
 
 class DistinctKeys:
-    """The keys of a lookup, `flat` (uint64 [n]), as distinct keys `unique` and indexes: ``unique[inverse] == flat``."""
+    """A lookup's keys `flat` (uint64 [n]), its distinct keys `unique`, and indexes: ``unique[inverse] == flat``."""
 
     __slots__ = ("flat", "inverse", "unique")
 
@@ -31,7 +31,7 @@ def find_distinct(keys: Keys) -> tuple[Keys, npt.NDArray[np.int32]]:
 
 
 def sum_equal_keys(keys: Sequence[Keys], grads: Sequence[Floats], dim: int) -> tuple[Keys, Floats]:
-    """Return the distinct keys and the sum of each key's gradients, float32 [n, dim], added in the given order."""
+    """Return the distinct keys, and for each key the sum of its gradients in the given order, float32 [n, dim]."""
     unique, inverse = find_distinct(np.concatenate(keys))
     summed = np.empty(len(unique) * dim, np.float32)
     sum_rows(inverse, np.concatenate(grads).reshape(-1), dim, summed)

@@ -19,7 +19,7 @@ from paceline.torch.update_rules import rule_of
 
 
 class Embedder:
-    """Creates the tables of embeddings, and sends them the embeddings' gradients in every optimizer step."""
+    """Creates the embeddings' tables, and sends the embeddings' gradients to them in every optimizer step."""
 
     def __init__(self, tables: RowTables) -> None:
         self.tables: dict[str, RowTable] = {}
@@ -32,12 +32,12 @@ class Embedder:
         self._last_keys = LastKeys()
 
     def serve(self, embeddings: Mapping[str, Embedding | EmbeddingBag], optimizers: Sequence[Optimizer]) -> None:
-        """Create the tables of `embeddings` (by name). Steps of the embeddings' optimizer update the tables.
+        """Create the tables of `embeddings` (by name). Optimizer steps will update the tables.
 
-        The update rule of a table is the embedding's own rule, or else the rule of the optimizer that has the
-        embedding's anchor (an empty parameter). Without optimizers rows are only read. Raises UsageError if an
-        embedding has no rule and no optimizer has its anchor, if an optimizer has no corresponding rule, and for two
-        different embeddings with one name.
+        An embedding has an anchor, which is an empty parameter. The update rule of its table is the embedding's own
+        rule, or else the rule of the optimizer that has the anchor. Without optimizers, rows are only read. Raises
+        UsageError for an embedding without own rule whose anchor is in no optimizer, for an optimizer that no rule
+        supports, and for two different embeddings with one name.
         """
         first = optimizers[0] if optimizers else None
         for name, module in sorted(embeddings.items()):
@@ -68,10 +68,10 @@ class Embedder:
                 self._followers.append(_Follower(table, optimizer, group, rule))
         return self.tables[name]
 
-    # The following methods run in the training loop.
+    # The following methods are called during the training loop.
 
     def step_with(self, optimizers: Iterable[Optimizer], tick: Callable[[], None] | None = None) -> None:
-        """Make each step of those `optimizers` that update rows end with a call of :meth:`step`."""
+        """Call :meth:`step` at the end of each step of an optimizer that updates rows."""
         for optimizer in optimizers:
             if any(other is optimizer for _, other in self._sources):
                 hook = optimizer.register_step_post_hook(lambda stepped, *_: self.step(stepped, tick))
@@ -80,8 +80,8 @@ class Embedder:
     def step(self, optimizer: Optimizer, tick: Callable[[], None] | None = None) -> None:
         """Apply the gradients of the rows that `optimizer` updates. Every rank calls this in every iteration.
 
-        `tick` ends the iteration on the servers, and is called when the gradients are sent. A caller without `tick`
-        calls :meth:`ticked` afterwards.
+        `tick` ends the iteration on the servers. This method calls it after sending the gradients. A caller without
+        `tick` must end the iteration itself, and then call :meth:`ticked`.
         """
         for follower in self._followers:
             if follower.optimizer is optimizer:
@@ -106,12 +106,12 @@ class Embedder:
             self.ticked()
 
     def ticked(self) -> None:
-        """Record that the iteration has ended on the servers, so that rows for the next one may be requested."""
+        """Record that the iteration has ended on the servers, so that rows of the next iteration may be requested."""
         if self._prefetcher is not None:
             self._prefetcher.ticked()
 
     def begin(self, batch: Any) -> None:
-        """Record the batch that the loop computes next. Lookups of this batch show which of its tensors are keys."""
+        """Record the batch that the loop computes next. Its lookups show which tensors of a batch contain keys."""
         if self._prefetcher is not None:
             self._prefetcher.begin(batch)
 
@@ -152,7 +152,7 @@ class _Follower:
                 self._rule = rule
 
     def _values(self) -> list[Any]:
-        # read each time, because loading a checkpoint replaces the groups
+        # do not store the group, because loading a checkpoint replaces the groups
         group = self.optimizer.param_groups[self._group]
         values = [value for key, value in group.items() if key != "params"]
         return [value.item() if isinstance(value, torch.Tensor) else value for value in values]

@@ -1,4 +1,4 @@
-"""Hold an embedding's row gradients until the optimizer's step; copy rows and gradients between host and CUDA."""
+"""Store the gradients of embedding rows until the optimizer's step; copy rows and gradients between host and CUDA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def to_device(rows: Floats, device: torch.device) -> torch.Tensor:
-    """Return rows as a tensor on `device`: on the CPU with the memory of `rows`, on CUDA a copy on a side stream."""
+    """Return rows as a tensor on `device`. On the CPU it shares memory with `rows`; on CUDA a side stream copies it."""
     tensor = torch.from_numpy(rows)
     if device.type != "cuda":
         return tensor if device.type == "cpu" else tensor.to(device)
@@ -61,14 +61,14 @@ RowGradient = tuple[Keys, Floats]
 
 
 class AnchorGradient(torch.Tensor):
-    """The empty gradient of an anchor. Raises UsageError in a ``GradScaler``, which cannot unscale rows' gradients."""
+    """The empty gradient of an anchor. Raises UsageError for a ``GradScaler``, which cannot unscale rows' gradients."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             raise UsageError(
-                "GradScaler does not unscale the gradients of embedding rows, which would be too large by its factor. "
-                "Train in bfloat16 (torch.autocast(dtype=torch.bfloat16)) without a scaler"
+                "GradScaler does not unscale the gradients of embedding rows. They would be too large by the loss "
+                "scale. Train in bfloat16 (torch.autocast(dtype=torch.bfloat16)) without a scaler"
             )
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented  # shards compute with other tensors
@@ -86,10 +86,10 @@ class AnchorGradient(torch.Tensor):
 
 
 class RowGradients:
-    """The gradients that backward passes give to the rows of one embedding.
+    """Collects the gradients of one embedding's rows from backward passes. Thread-safe.
 
     The embedding's anchor is an empty parameter in the user's optimizer. ``zero_grad()`` sets the anchor's gradient to
-    None, or (``set_to_none=False``) gives it a new version; either change makes the row gradients invalid. Thread-safe.
+    None or, with ``set_to_none=False``, gives it a new version. In both cases the collected gradients become invalid.
     """
 
     def __init__(self, anchor: nn.Parameter, *, keeps: bool) -> None:
@@ -114,8 +114,7 @@ class RowGradients:
     def take(self) -> list[RowGradient]:
         """Return the gradients since ``zero_grad()`` for an optimizer's step.
 
-        If no optimizer has the anchor, ``zero_grad()`` does not reset the anchor; so this method drops the gradients
-        that it returns.
+        Without `keeps` (no optimizer has the anchor), also drop them, because ``zero_grad()`` then resets no anchor.
         """
         with self._lock:
             if self._anchor.grad is None:
@@ -126,9 +125,9 @@ class RowGradients:
             return found
 
     def _is_zeroed(self) -> bool:
-        # Backward and zero_() both change the version of the anchor's empty gradient. `_version` is the version after
-        # the last backward, so another version shows a zero_(). (clip_grad_norm_ changes the version too, but then no
-        # backward adds gradients before zero_grad().)
+        # Backward and zero_() both change the version of the anchor's gradient. self._version is the version after the
+        # last backward, so another version shows a zero_(). clip_grad_norm_ changes the version too, but a program
+        # calls zero_grad() between clip_grad_norm_ and the next backward.
         return self._anchor.grad is None or self._anchor.grad._version != self._version
 
     def _accumulated(self, anchor: torch.Tensor) -> None:

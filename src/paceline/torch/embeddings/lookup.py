@@ -1,4 +1,4 @@
-"""Add lookups to the autograd graph: forward returns rows, backward returns the rows' gradients."""
+"""Add lookups to the autograd graph: forward returns rows, and backward reports the rows' gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.torch.embeddings.distinct import DistinctKeys
 from paceline.torch.embeddings.gradients import to_device
 
 OnGradient = Callable[[Keys, torch.Tensor], None]
-"""A function that receives, in backward, distinct keys (uint64 [n]) and their gradients (float32 [n, dim])."""
+"""A function that backward calls with distinct keys (uint64 [n]) and their gradients (float32 [n, dim])."""
 
 
 class Rows(torch.autograd.Function):
-    """Map (anchor, rows) to the rows (float32 [u, dim]) on the anchor's device. Backward calls `on_gradient`."""
+    """Copy the distinct rows (float32 [u, dim]) to the anchor's device. Backward calls `on_gradient`."""
 
     @staticmethod
     def forward(
@@ -36,7 +36,7 @@ class Rows(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Map (anchor, rows) to the row of every key, float32 [n, dim], on the CPU. Backward calls `on_gradient`."""
+    """Return the row of every key, float32 [n, dim], on the CPU. Backward calls `on_gradient`."""
 
     @staticmethod
     def forward(

@@ -22,7 +22,7 @@ MODES = ("sum", "mean", "max")
 
 
 class SparseRows(nn.Module):
-    """The common part of both layers: the table's settings and access to the rows. Abstract."""
+    """Base class of both layers, with the table's settings and the access to its rows."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class SparseRows(nn.Module):
             self.filters = RowFilters(FilterChain(filters).filters, pulled)
         self.anchor = nn.Parameter(torch.empty(0))
         """An empty parameter that represents the module in the autograd graph, in the optimizer and on a device."""
-        # Shallow copies of the module share the link, so all replicas of a model have the same rows.
+        # Replicas of a model contain shallow copies of the module. The copies share the link, and so the same rows.
         self.link = _TableLink()
 
     def _fetch(self, keys: torch.Tensor) -> tuple[DistinctKeys, Floats, OnGradient]:
@@ -86,7 +86,7 @@ class SparseRows(nn.Module):
 
 
 class _TableLink:
-    """A module's access to its table, set by ``prepare()``. Copies of the module share it."""
+    """A module's access to its table. ``prepare()`` sets it for the module and all its copies."""
 
     def __init__(self) -> None:
         self.source: RowSource | None = None
@@ -95,25 +95,25 @@ class _TableLink:
         return _TableLink() if self.source is None else self
 
     def __reduce__(self) -> tuple[type[_TableLink], tuple[()]]:
-        return _TableLink, ()  # a saved module has no link, because strategy.save() saves the rows
+        return _TableLink, ()  # pickle without the access to rows: strategy.save() saves them
 
 
 class Embedding(SparseRows):
-    """An embedding for arbitrary keys, without a vocabulary: like ``torch.nn.Embedding``, with rows in a sparse table.
+    """Like ``torch.nn.Embedding``, but for arbitrary keys, without a vocabulary. The rows are in a sparse table.
 
     Called with int64 or uint64 keys of any shape ``[*]``, it returns float32 ``[*, dim]`` on its own device. A negative
-    int64 key stands for the uint64 with the same bits. A row exists after its first update. Before the first update, a
-    lookup returns the row's initial value from `initializer` (default: standard normal, as in torch), which depends
-    only on `seed` and the key.
+    int64 key is the same key as the uint64 with the same bits. A row is stored at its first update. Before, a lookup
+    returns the row's initial value from `initializer` (default: standard normal, as in torch), which depends only on
+    `seed` and the key.
 
-    `update` is the update rule of the rows, such as ``paceline.Adagrad(lr=0.1)``; default: the rule of the program's
-    optimizer, with the optimizer's current learning rate. Only rows that were looked up are updated, even with weight
-    decay and momentum, and Adam counts the updates of each row. `name` is the name of the table, by default the
-    module's name in the model; two modules with the same name share the table. The strategy determines the location of
-    the rows. Call its ``prepare()`` before the first use.
+    `update` is the update rule of the rows, such as ``paceline.Adagrad(lr=0.1)``. The default is the rule of the
+    program's optimizer, with the optimizer's current learning rate. A step updates only rows that were looked up, even
+    with weight decay and momentum, and Adam counts the updates of each row. `name` is the name of the table, by default
+    the module's name in the model. Two modules with the same name share the table. The strategy determines where the
+    rows are. Call its ``prepare()`` before the first use.
 
     If rows are on servers, `filters` apply to pushes and pulls, and `pull_filters` to pulled values, as for
-    ``client.sparse_table``; default: the strategy's filters (``paceline run --filters``).
+    ``client.sparse_table``. The default is the strategy's filters (``paceline run --filters``).
 
     Raises UsageError for keys of another dtype, and if ``prepare()`` was not called.
     """
@@ -138,11 +138,11 @@ class Embedding(SparseRows):
 
 
 class EmbeddingBag(SparseRows):
-    """Sums, means or maxima of bags of rows: like ``torch.nn.EmbeddingBag``, with rows in a sparse table.
+    """Like ``torch.nn.EmbeddingBag``: the sum, mean or maximum of each bag of rows. The rows are in a sparse table.
 
     Called with keys ``[bags, n]``, or with keys ``[n]`` and `offsets` (int64 ``[bags]``: the start of each bag), it
-    returns float32 ``[bags, dim]``; an empty bag gives zeros. `per_sample_weights`, float with the keys' shape, scales
-    the rows (only in mode ``sum``). For all other settings see :class:`Embedding`.
+    returns float32 ``[bags, dim]``. The result for an empty bag is zero. `per_sample_weights` (float, with the keys'
+    shape) scales the rows, only in mode ``sum``. For all other settings see :class:`Embedding`.
     """
 
     def __init__(

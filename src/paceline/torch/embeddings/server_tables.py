@@ -72,9 +72,9 @@ class ClusterTable(RowTable):
 
 
 class ClusterTables(RowTables):
-    """Stores the rows on the servers of a cluster. The strategy, not this class, ends iterations (``client.tick()``).
+    """Stores rows on the servers of a cluster. The strategy ends iterations (``client.tick()``), not this class.
 
-    Messages use `filters`, unless their embedding has its own filters. If the consistency allows a worker to read rows
+    `filters` apply to messages of embeddings without own filters. If the consistency allows a worker to read rows
     without its own last update (τ ≥ 1), rows are requested one iteration before their use. Otherwise rows are requested
     after the previous iteration has ended.
     """
@@ -98,14 +98,14 @@ class ClusterTables(RowTables):
             pull_filters=pulled,
         )
         table = ClusterTable(self._client, made)
-        table.set_update(declared.update)  # an earlier training may have left the table with another learning rate
+        table.set_update(declared.update)  # the table of an earlier training may have another learning rate
         return table
 
     @override
     def push(self, pushes: Sequence[Push]) -> None:
         """Send the gradients without waiting.
 
-        The cluster's consistency determines whether servers average over ranks.
+        The cluster's consistency determines whether servers average the gradients over ranks.
         """
         for table, keys, grads in pushes:
             assert isinstance(table, ClusterTable)

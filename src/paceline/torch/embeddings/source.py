@@ -1,7 +1,7 @@
-"""Fetch the rows of an embedding when the model needs them, or prefetch them with the keys of the next batch.
+"""Fetch the rows of an embedding for a lookup, or prefetch them for the next batch.
 
-The prefetcher learns which tensors of a batch contain keys. A wrong prediction costs only a useless request, because a
-lookup uses prefetched rows only if all keys are equal.
+The prefetcher learns which tensors of a batch contain keys. A lookup uses prefetched rows only if they are the rows of
+exactly its keys. So the only cost of a wrong prediction is a useless request.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _TENSOR_SIZE = -1
 
 
 class KeyPlace(NamedTuple):
-    """The position of keys in a batch, as a view of one of the batch's tensors."""
+    """The location of keys in a batch: a view of one of the batch's tensors."""
 
     leaf: int
     """The tensor's index in the batch."""
     dtype: torch.dtype
     size: tuple[int, ...]
-    """The view's shape. A first size of -1 stands for the tensor's first size, which is smaller in a last batch."""
+    """The view's shape. A first size of -1 means the tensor's first size, which is smaller in an incomplete batch."""
     stride: tuple[int, ...]
     offset: int
     """Offset from the start of the tensor, in elements."""
@@ -41,7 +41,7 @@ class KeyPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fetched:
-    """Rows that were requested before their lookup."""
+    """Prefetched rows for one expected lookup."""
 
     place: KeyPlace
     keys: DistinctKeys
@@ -51,7 +51,7 @@ class _Fetched:
 
 
 class Prefetcher:
-    """Fetches the next batch's rows, `lead` (0 or 1) iterations before their use. Not thread-safe."""
+    """Requests the next batch's rows, `lead` (0 or 1) iterations before their use. Not thread-safe."""
 
     def __init__(self, lead: int) -> None:
         self._lead = lead
@@ -62,7 +62,7 @@ class Prefetcher:
         self._fetched: dict[RowSource, list[_Fetched]] = {}
 
     def begin(self, batch: Any) -> None:
-        """Record the batch that is computed next. Lookups with its tensors show the positions of keys in batches."""
+        """Record the batch that is computed next. Its lookups show the locations of keys in batches."""
         self._leaves = list(_leaves(batch))
 
     def prefetch(self, batch: Any) -> None:
@@ -85,7 +85,7 @@ class Prefetcher:
         self._fetched.clear()
 
     def find(self, source: RowSource, keys: torch.Tensor, flat: Keys) -> tuple[DistinctKeys, Floats] | None:
-        """Return the rows of a lookup if they were prefetched; otherwise record the position of the lookup's keys."""
+        """Return a lookup's rows if they were prefetched; else record the location of its keys and return None."""
         waiting = self._fetched.get(source, [])
         for fetched in waiting:
             if not self._is_late(fetched) and np.array_equal(fetched.keys.flat, flat):
@@ -108,7 +108,7 @@ class Prefetcher:
             waiting = self._fetched.setdefault(source, [])
             for fetched in [fetched for fetched in waiting if self._is_late(fetched)]:
                 waiting.remove(fetched)
-                if fetched.place in places:  # no lookup used the rows of this position
+                if fetched.place in places:  # no lookup used these rows, so this view contains no keys
                     places.remove(fetched.place)
             for place in places:
                 if place not in distinct:
@@ -141,7 +141,7 @@ def _keys_at(place: KeyPlace, leaves: list[torch.Tensor]) -> DistinctKeys | None
 
 
 def _leaves(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch, in an order that depends only on the batch's form."""
+    """Yield the tensors of a batch, in the same order for all batches of the same structure."""
     if isinstance(batch, torch.Tensor):
         if batch.is_sparse or batch.layout is not torch.strided:
             return
@@ -155,7 +155,7 @@ def _leaves(batch: Any) -> Iterator[torch.Tensor]:
 
 
 class LastKeys:
-    """The distinct keys of the last lookup, kept because several embeddings often receive the same keys."""
+    """Stores the distinct keys of the last lookup, because several embeddings often receive the same keys."""
 
     def __init__(self) -> None:
         self._last: DistinctKeys | None = None
@@ -168,7 +168,7 @@ class LastKeys:
 
 
 class RowSource:
-    """The source of one embedding's rows. This object also receives the rows' gradients from backward."""
+    """Fetches one embedding's rows, and receives the rows' gradients from backward."""
 
     def __init__(
         self, table: RowTable, gradients: RowGradients, last_keys: LastKeys, prefetcher: Prefetcher | None

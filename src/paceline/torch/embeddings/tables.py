@@ -30,10 +30,10 @@ class RowFilters(NamedTuple):
 
 
 class RowDeclaration(NamedTuple):
-    """The settings in which two embeddings with the same table must agree."""
+    """The settings that must be equal for all embeddings with the same table."""
 
     dim: int
-    """Number of float32 in a row."""
+    """Number of float32 values in a row."""
     update: UpdateRule
     initializer: Initializer
     seed: int
@@ -73,7 +73,7 @@ class RowTable(ABC):
 
     @abstractmethod
     def write(self, keys: Keys, records: Floats) -> None:
-        """Overwrite the values and states of these rows; the format is that of :meth:`items`."""
+        """Overwrite the values and states of rows, in the format of :meth:`items`."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -88,8 +88,8 @@ class RowTables(ABC):
     """A strategy's store for the rows of a model's embeddings."""
 
     lead: int | None = None
-    """Number of iterations between the request of a row and its use. With 0, rows are requested as soon as the previous
-    iteration has ended. None: rows are not prefetched, because reading them needs no wait."""
+    """Number of iterations between the request of a row and its use; 0: request rows as soon as the previous iteration
+    has ended; None: do not prefetch rows, because they can be read without waiting."""
 
     @abstractmethod
     def table(self, name: str, declared: RowDeclaration) -> RowTable:
@@ -99,7 +99,7 @@ class RowTables(ABC):
     def push(self, pushes: Sequence[Push]) -> None:
         """Apply one iteration's gradients, at most one push per table; every rank calls it in every iteration.
 
-        Raises NonFiniteError for NaN or infinity; then this rank's tables do not change.
+        Raises NonFiniteError for NaN or infinity. In this case the tables do not change.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -170,7 +170,7 @@ class LocalTable(RowTable):
 
 
 class _LocalRows:
-    """Rows that are available without waiting."""
+    """A ticket whose rows are available immediately."""
 
     __slots__ = ("_rows",)
 
@@ -184,9 +184,9 @@ class _LocalRows:
 class ReplicatedTables(RowTables):
     """Stores every row on every rank of a group. All ranks apply the mean of their gradients, so their rows stay equal.
 
-    Without a group, rows are in this process. A push needs two all-gathers: the first for sizes, the second for keys
-    and gradients. Every rank adds the gradients in the order of the ranks, so the copies are bit-identical. A rank
-    without a batch pushes nothing, but the mean is still over all ranks.
+    Without a group, this process is the only rank. A push needs two all-gathers: one for sizes, and one for keys and
+    gradients. Every rank adds the gradients in the order of the ranks, so all ranks have bit-identical rows. A rank
+    without a batch pushes nothing; its gradient counts as zero in the mean.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -209,8 +209,8 @@ class ReplicatedTables(RowTables):
             return
         by_name = {table.spec.name: (keys, grads) for table, keys, grads in pushes}
         own = [by_name.get(name) for name in self._tables]
-        # Check for NaN only after the all-gathers: all ranks then raise the error, and none waits for the rank with
-        # NaN.
+        # Check for NaN only after the all-gathers, so that all ranks raise the error. If a rank raised it before, the
+        # other ranks would wait for this rank.
         counts = self._group.all_gather(np.array([0 if push is None else len(push[0]) for push in own], np.int64))
         sizes = counts.reshape(self._group.size, len(own))
         words = [2 + table.spec.dim for table in self._tables.values()]

@@ -9,7 +9,7 @@ from typing import Final
 from paceline.torch.partitioning.graph import CALLER, CutGraph, GraphSegment
 
 _NUM_NAMES: Final = 6
-"""Maximum number of operations shown for a segment: the first five and the last, if there are more."""
+"""Maximum number of operations that are shown for a segment. If there are more, show the first five and the last."""
 
 
 def describe_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) -> str:

@@ -1,9 +1,8 @@
 """Split a graph of operations over devices. Pure: operations and values are names, without tensors.
 
-A value that another device uses is sent in a transfer: one for each value and destination, even if several operations
-at the destination use the value. TensorFlow's partitioner sends values in the same way (``graph_partition.cc``; Abadi
-et al., OSDI 2016, section 3.3). In backward, each transfer returns the value's gradient, summed over the operations at
-the destination.
+If operations of another device use a value, one transfer sends the value to that device, for all these operations.
+TensorFlow's partitioner sends values in the same way (``graph_partition.cc``; Abadi et al., OSDI 2016, section 3.3). In
+backward, each transfer returns the value's gradient, summed over the operations at the destination.
 
 A segment is a sequence of operations on one device between transfers. A segment runs as soon as its inputs have
 arrived. A segment ends with an operation whose value is sent, so that the value is sent immediately.
@@ -17,7 +16,7 @@ from functools import cached_property
 from typing import Final
 
 CALLER: Final = -1
-"""The device number of the caller, where the arguments are."""
+"""The device number of the caller. The arguments come from it."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class GraphSegment:
-    """Operations on one device between two transfers, in the order of execution."""
+    """A sequence of operations on one device without a transfer between them."""
 
     device: int
     operations: tuple[str, ...]
     inputs: tuple[str, ...]
-    """Values of other segments, and arguments, without repetition."""
+    """The values of other segments and the arguments that this segment uses, without repetition."""
     outputs: tuple[str, ...]
-    """Values that other segments use, or that the graph returns."""
+    """The values of this segment that other segments use, or that the graph returns."""
     waits_for: tuple[int, ...]
     """Numbers, in :attr:`CutGraph.segments`, of the segments that must end before this segment starts."""
 
@@ -88,12 +87,12 @@ def cut_graph(operations: Sequence[Operation], devices: Mapping[str, int], outpu
 def _find_segments(
     operations: Sequence[Operation], devices: Mapping[str, int], sent: Collection[str]
 ) -> dict[str, str]:
-    """Return the segment of each operation, identified by the name of an operation in the segment.
+    """Return for each operation the name of its segment, which is the name of an operation in the segment.
 
-    The level of an operation is the largest number of segment ends on a path to it. Connected operations with the same
-    device and level form a segment. No path leaves such a segment and returns to it: the path would cross the end of a
-    segment, which increases the level, and levels never decrease along a path. An operation without inputs, such as a
-    parameter, joins the first operation on its device that uses it.
+    The level of an operation is the largest number of segment ends on a path to the operation. Connected operations
+    with the same device and level form a segment. No path leaves a segment and returns to it: the end of a segment
+    increases the level, and levels never decrease along a path. An operation without inputs, such as a parameter, is in
+    the segment of the first operation on its device that uses it.
     """
     levels: dict[str, int] = {}
     leader: dict[str, str] = {}
@@ -180,7 +179,7 @@ def _sorted_by_dependence(waits: Mapping[str, set[str]]) -> list[str]:
 
 
 class Arrivals:
-    """Finds the segments that may run, because all segments they wait for have ended."""
+    """Finds the segments that may run. A segment may run when all segments for which it waits have ended."""
 
     def __init__(self, segments: Sequence[GraphSegment]) -> None:
         self._missing = [len(segment.waits_for) for segment in segments]

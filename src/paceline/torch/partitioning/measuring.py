@@ -89,7 +89,7 @@ def measure_graph(model: nn.Module, arguments: CallArguments) -> MeasuredGraph:
     """Measure the graph of a model for these arguments. Raises UsageError if the model has no graph."""
     with undone(model):
         measured = _measure(model, capture(model, arguments, opens_torch_modules=False), arguments)
-        # A graph of torch.fx does not order a buffer's change and other nodes that read the buffer.
+        # In a graph of torch.fx, the order of a buffer's change and of other nodes that read the buffer is undefined.
         if not measured.captured.is_exported and _changes_buffers(measured):
             refusal = "its forward changes a buffer"
             exported = capture(model, arguments, opens_torch_modules=False, refusal=refusal)
@@ -102,7 +102,7 @@ def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments
     """Run the graph twice to find costs, shapes, and shared or changed memory."""
     graph = captured.graph
     for node in graph.find_nodes(op="placeholder"):
-        # torch.fx uses the target as a Python name. The name of an argument need not be one.
+        # torch.fx uses the target as a Python identifier. The name of an argument may not be an identifier.
         node.target = node.name
     root = captured.root if isinstance(captured.root, fx.GraphModule) else fx.GraphModule(model, graph)
     nodes = {node.name: node for node in graph.nodes}
@@ -116,7 +116,7 @@ def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments
 
 def _operations_of(root: fx.GraphModule, graph: fx.Graph) -> tuple[Operation, ...]:
     operations: list[Operation] = []
-    last: dict[Any, str] = {}  # the last operation that changed each state of _ordered_effects
+    last: dict[Any, str] = {}  # the last operation that changed a state, by state
     for node in graph.nodes:
         if node.op in _OPERATIONS and (node.users or node.op != "get_attr"):
             effects = _ordered_effects(root, node)
@@ -137,7 +137,7 @@ _RANDOM = "random numbers"
 
 
 def _ordered_effects(root: fx.GraphModule, node: fx.Node) -> list[Any]:
-    """Return the states that a node may change, if the order matters: a module with buffers, the random generator."""
+    """Return the states that a node may change in a relevant order: modules with buffers, and the random generator."""
     effects: list[Any] = []
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
     if module is not None and any(True for _ in module.buffers()):
@@ -148,7 +148,7 @@ def _ordered_effects(root: fx.GraphModule, node: fx.Node) -> list[Any]:
 
 
 class _Given(nn.Module):
-    """A module that is called with some of its parameters as arguments."""
+    """Calls a module with values for some of its parameters, which are additional arguments."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Given(nn.Module):
 
 
 def give_parameters(measured: MeasuredGraph, name: str, given: Mapping[str, str]) -> list[str]:
-    """Make parameters (`given`: names to paths) inputs of a module's operation; return the operations that read one."""
+    """Make parameters (`given`: paths by name) inputs of a module's operation. Return the operations that read them."""
     node, root = measured.nodes[name], measured.root
     wrapper = f"given_{name}"
     root.add_submodule(wrapper, _Given(root.get_submodule(str(node.target)), list(given)))

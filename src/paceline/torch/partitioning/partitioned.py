@@ -28,17 +28,17 @@ def partition(
     placement: Mapping[str, int | str | torch.device] | None = None,
     *,
     memory: Sequence[int] | None = None,
-    compile: bool | str = False,  # shadows the built-in function, because PyTorch's users know this name
+    compile: bool | str = False,  # PyTorch's users know this name, although it shadows the built-in function
 ) -> PartitionedModel:
-    """Split a model's graph over several devices of this process; return a model with the same behavior.
+    """Split a model's graph over several devices of this process, and return a model with the same behavior.
 
     `example` has the arguments of a call: a tensor, a tuple of positional arguments, or a dictionary of keyword
-    arguments. A device may occur several times in `devices`; each entry has a thread. `placement` maps names of modules
+    arguments. A device may occur several times in `devices`. Each entry has a thread. `placement` maps names of modules
     and operations to devices or to indexes of `devices`, as in ``{"encoder": 0, "decoder": "cuda:1"}``. The device of a
-    module applies to everything inside it; other operations run on the device of their inputs. Without `placement`, a
-    planner measures the operations with `example`, and chooses the devices with the shortest forward. Each device gets
-    about the same number of bytes of parameters or, with `memory`, at most the number given there. `compile` compiles
-    each segment with ``torch.compile``: True, or the name of a backend.
+    module applies to everything inside the module. Other operations run on the device of their inputs. Without
+    `placement`, a planner measures the operations with `example`, and chooses devices for a short forward. Each device
+    gets about the same number of bytes of parameters or, with `memory`, at most the given number of bytes. With
+    `compile` (True, or the name of a backend), ``torch.compile`` compiles each segment.
 
     The parameters move to their devices and stay the same objects, so an existing optimizer remains valid. An output is
     on the device that computed it. Outputs, gradients and the CPU's random numbers equal those of the original model.
@@ -107,7 +107,7 @@ def _plan(measured: MeasuredGraph, devices: Sequence[torch.device], memory: Sequ
 
 
 def _groups(measured: MeasuredGraph, held_by: Callable[[str], Iterable[Any]]) -> list[list[str]]:
-    """Return the groups of operations that have objects (`held_by`) in common. Other operations are in no group."""
+    """Return groups of operations that share an object. `held_by` returns the objects of an operation."""
     leader: dict[int, int] = {}
 
     def leader_of(key: int) -> int:
@@ -148,7 +148,7 @@ class PartitionedModel(nn.Module):
     def __init__(self, model: nn.Module, example: CallArguments, program: Program) -> None:
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._whole = (model, example)  # in a tuple, because nn.Module would register the model as a submodule
+        self._whole = (model, example)  # in a tuple, so that nn.Module does not register the model as a submodule
         self.training = model.training
         self._submodules = list(model.named_modules())
         self._programs = {self._key(example): program}
@@ -167,7 +167,7 @@ class PartitionedModel(nn.Module):
 
     @property
     def cut(self) -> CutGraph:
-        """The segments and transfers of a call."""
+        """The segments and transfers of the graph."""
         return self._program().cut
 
     @property
@@ -192,7 +192,7 @@ class PartitionedModel(nn.Module):
         Path(path).write_text(draw_cut(program.cut, program.titles(), program.measured.shapes), encoding="utf-8")
 
     def _program(self, arguments: CallArguments | None = None) -> Program:
-        """Return the program for a call (None: the example). Each mode, constant and structure has its own program."""
+        """Return the program for a call (None: the example). Other modes, constants or structures need another one."""
         model, example = self._whole
         arguments = arguments or example
         key = self._key(arguments)
@@ -220,5 +220,5 @@ class PartitionedModel(nn.Module):
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModel:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._program().place()  # undo moves between devices, but keep changes of dtypes
+        self._program().place()  # keep changes of dtypes, but move parameters back to their devices
         return self

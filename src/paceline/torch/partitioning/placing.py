@@ -39,9 +39,9 @@ def place_by_name(
     """Return the device of each operation, given the devices of modules and single operations.
 
     `paths` has the module of each operation. A module's device applies to all operations and modules inside it that are
-    not in `placement`. Any other operation runs on the device of its last input with a device, else on the device of
-    its first user, else on device 0. Raises UsageError for a name in `placement` that is neither a module nor an
-    operation.
+    not in `placement`. Any other operation runs on the device of its last input that has a device. Without such an
+    input, it runs on the device of the first operation that uses it, else on device 0. Raises UsageError for a name in
+    `placement` that is neither a module nor an operation.
     """
     known = {operation.name for operation in operations}
     known |= {prefix for path in paths.values() for prefix in _prefixes(path)}
@@ -94,10 +94,10 @@ def plan(
     room: Sequence[int],
     times: TransferTimes,
 ) -> dict[str, int]:
-    """Return devices for the operations such that the last operation ends early.
+    """Choose a device for each operation, so that a forward takes little time.
 
-    This is a list scheduler (HEFT: Topcuoglu, Hariri, Wu, IEEE TPDS 13(3), 2002). The scheduler places operations with
-    a longer path to the end first, each on the device where the operation ends first. `together` has groups of
+    This is a list scheduler (HEFT: Topcuoglu, Hariri, Wu, IEEE TPDS 13(3), 2002). It first places the operations with
+    the longest path to the graph's end, each on the device where the operation ends earliest. `together` has groups of
     operations that share memory and need one device, `group_bytes` the memory of each group, and `room` the available
     bytes of each device. Raises UsageError if a group does not fit.
     """
@@ -164,8 +164,8 @@ def place_evenly(
 ) -> dict[str, int]:
     """Return the result of :func:`plan` with about the same memory on all devices.
 
-    The limit per device starts at an equal share. If no plan fits, the limit grows, up to an equal share plus the
-    largest group, for which a plan always exists.
+    The limit per device starts at an equal share, and grows until a plan fits. A plan always fits if the limit is an
+    equal share plus the size of the largest group.
     """
     share, largest = -(-sum(group_bytes) // num_devices), max(group_bytes, default=0)
     for room in sorted({max(int(share * more), largest) for more in (1.0, 1.05, 1.1, 1.25)}):

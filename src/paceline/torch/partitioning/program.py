@@ -19,7 +19,7 @@ from paceline.torch.partitioning.measuring import MeasuredGraph, give_parameters
 
 
 class Program:
-    """The segments of a graph, with their parameters on their devices."""
+    """Runs the segments of a graph. It owns the segments' parameters, each on its device."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Program:
                 backend = "inductor" if compile is True else compile
                 self._run_segments.append(torch.compile(module, backend=backend))
             else:
-                self._run_segments.append(module.forward)  # a call of the GraphModule itself would print exceptions
+                self._run_segments.append(module.forward)  # a call of the module itself would print exceptions
         self._threads = DeviceThreads(self.devices, "part")
 
     @property
@@ -88,9 +88,9 @@ class Program:
 
 
 class _Homes:
-    """The device of each parameter and buffer: the device of the first operation that uses it.
+    """The devices of parameters and buffers: each is on the device of the first operation that uses it.
 
-    Operations on other devices receive the parameter or buffer by a transfer.
+    Operations on other devices receive it by a transfer.
     """
 
     def __init__(self, measured: MeasuredGraph, by_operation: Mapping[str, int]) -> None:
@@ -175,11 +175,11 @@ class _Call:
 
 
 def _raising_operation(error: Exception, operations: Sequence[str]) -> str:
-    """Return the name of the operation that raised the error; if unknown, the names of the first and the last one."""
+    """Return the operation that raised the error. If it is unknown, return the first and the last operation."""
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if code.co_filename.startswith("<eval_with_key>"):  # a line of torch.fx's code assigns one operation's value
+        if code.co_filename.startswith("<eval_with_key>"):  # each line of this code computes one operation
             name = linecache.getline(code.co_filename, traceback.tb_lineno).partition(" = ")[0].strip()
             if name in operations:
                 return name

@@ -1,4 +1,4 @@
-"""Describe models and optimizers, so that the ranks can check that all ranks have equal ones."""
+"""Describe models and optimizers, so that the ranks can check that they have the same model and optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process per device: all-reduce averages gradients during backward; every rank updates its copy of the model."""
+"""One process per device: all-reduce averages the gradients, and every rank updates its copy of the model."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class AllReduce(Strategy):
     - `join`: allow ranks to have different numbers of batches. A rank without data contributes zero gradients (the mean
       is still over all ranks). At the end of the epoch all ranks get the values and the optimizer state of the rank
       with the most batches. Schedulers that step once per batch have made fewer steps on ranks with fewer batches.
-    - `compression` of gradients: ``fp16``, ``bf16`` or ``powersgd:R``.
-    - `filters` of gradients, as an alternative to `compression` (:func:`paceline.torch.filter_hook`); default:
+    - `compression`: compress gradients by ``fp16``, ``bf16`` or ``powersgd:R``.
+    - `filters`: compress gradients by filters instead (:func:`paceline.torch.filter_hook`); default:
       ``paceline run --filters``.
     - `sync_batch_norm`: normalize BatchNorm layers over all ranks.
-    - `find_unused_parameters`: allow parameters without effect on the loss. `static_graph`: every step uses the same
-      parameters. `find_unused_parameters` and `static_graph` are options of DistributedDataParallel.
+    - `find_unused_parameters` and `static_graph` are options of DistributedDataParallel. The first allows parameters
+      without effect on the loss. The second states that every step uses the same parameters.
     - `bucket_mb`: mebibytes of gradients per message.
     - `timeout`: time to wait for a rank.
 

@@ -49,9 +49,9 @@ class Strategy(Closing, ABC):
     name: ClassVar[str]
     """The name for ``paceline run --strategy``."""
     shards_data: ClassVar[bool] = True
-    """Whether each rank reads only a part of the data, not all of it."""
+    """Whether each rank reads only a part of the data."""
     fills_in_parts: ClassVar[bool] = False
-    """For a model built on the meta device: whether each rank initializes only the parameters that it holds."""
+    """Whether each rank initializes only its own parameters of a model that was built on the meta device."""
     takes_sparse: ClassVar[bool] = False
     """Whether parameters and buffers may be sparse."""
     takes_uneven: bool = False
@@ -62,7 +62,7 @@ class Strategy(Closing, ABC):
         self.seed = seed
         self.device = choose_device(device, ranks.local_rank)
         self.storage = self.device
-        """The device of the model's variables; some strategies keep them on another device than `device`."""
+        """The device of the model's parameters and buffers. Under some strategies it is not :attr:`device`."""
         self.module: nn.Module | None = None
         """The prepared model without wrappers; several models as a ``ModuleList``, in the order of :meth:`prepare`."""
         self.optimizers: list[Optimizer] = []
@@ -98,7 +98,7 @@ class Strategy(Closing, ABC):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes; False while the loop repeats epochs before a snapshot."""
+        """Whether this rank prints and writes: rank 0, except while the loop repeats the epochs before a snapshot."""
         return self.rank == 0 and (self.snapshots is None or not self.snapshots.is_repeating)
 
     @property
@@ -119,15 +119,15 @@ class Strategy(Closing, ABC):
         loader: Any = None,
         scheduler: Any = None,
     ) -> Any:
-        """Return models, optimizers, loaders and schedulers, in the given order, prepared for this strategy.
+        """Prepare models, optimizers, loaders and schedulers for this strategy, and return them in the given order.
 
         A single object is returned without a tuple, and None is left out. For several models (a GAN, a teacher and a
-        student), call this method once, or once per model; pass each optimizer with its models or after them.
+        student), call this method once, or once per model. Pass each optimizer with its models or after them.
 
         A model is moved to the strategy's device, and every rank starts from rank 0's values and buffers. Modules built
         under ``torch.device("meta")`` get their values from ``reset_parameters``. `loader` is a
-        ``torch.utils.data.DataLoader``: each rank gets its part of the data, reshuffled in every epoch if the loader
-        shuffles (:class:`~paceline.torch.strategies.loaders.Loader`); the loader's batch size is per rank. `scheduler`
+        ``torch.utils.data.DataLoader``. Each rank gets its part of the data, reshuffled in every epoch if the loader
+        shuffles (:class:`~paceline.torch.strategies.loaders.Loader`). The loader's batch size is per rank. `scheduler`
         is a learning-rate scheduler of an optimizer. Prepare loaders for evaluation by :meth:`prepare_loader`.
 
         Raises UsageError on every rank for models or loaders that differ between ranks, for a loader of length 0, and
@@ -160,7 +160,7 @@ class Strategy(Closing, ABC):
         return found[0] if len(found) == 1 else tuple(found)
 
     def _meet_models(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        """Check that all ranks have the same `models`, move them, and create their embeddings' tables."""
+        """Check that all ranks have the same `models`, move the models, and create their embeddings' tables."""
         joined = as_one(models)
         lazy = [name for name, parameter in joined.named_parameters() if nn.parameter.is_lazy(parameter)]
         if lazy:
@@ -208,14 +208,14 @@ class Strategy(Closing, ABC):
     def prepare_loader(self, loader: Any, *, shard: bool = True, prefetch: bool = False) -> Loader:
         """Return a loader that yields this rank's part of the data, on the strategy's device.
 
-        With ``shard=False`` every rank gets all data. `prefetch` is for the training loader: it fetches the rows of
-        embeddings one batch ahead.
+        With ``shard=False`` every rank gets all data. With `prefetch`, the loader requests the next batch's rows of
+        embeddings in advance. Use it for the training loader only.
         """
         return Loader(loader, self, shard=shard and self.shards_data, trains=prefetch)
 
     @abstractmethod
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
-        """Distribute new models (already on the device) and optimizers; return the objects for the training loop."""
+        """Distribute models, which are already on the device, and optimizers. Return those for the training loop."""
 
     def _row_tables(self) -> RowTables:
         """Return the store of the embeddings' rows."""
@@ -224,9 +224,9 @@ class Strategy(Closing, ABC):
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
         """Return a context in which ``backward()`` only adds to the gradients, without messages.
 
-        Do not call ``optimizer.step()`` in this context. With `is_last`, ``backward()`` sends the gradients as usual.
-        Put forward and backward into ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` to send the sum of four
-        backwards.
+        With `is_last`, ``backward()`` sends the gradients as usual. To send the sum of four backwards, put forward and
+        backward into ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):``. Do not call ``optimizer.step()`` in this
+        context.
         """
         return contextlib.nullcontext() if is_last else self.no_sync()
 
@@ -248,10 +248,10 @@ class Strategy(Closing, ABC):
         return contextlib.nullcontext()
 
     def _ran_out(self) -> None:
-        """Called when the training loader has no more data, before the end of the context of :meth:`epoch`."""
+        """The training loader calls this method when it has no more data, before the context of :meth:`epoch` ends."""
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """Return `value` reduced over all ranks, on each rank: a number, a tensor, or a dictionary (for metrics).
+        """Return the reduction of `value` (a number, a tensor, or a dictionary of them) over all ranks, on each rank.
 
         `op` is ``mean``, ``sum``, ``min`` or ``max``. Numbers are returned as float, tensors in their dtype and device.
         """
@@ -278,18 +278,18 @@ class Strategy(Closing, ABC):
             print(*values, **{"flush": True, **options})
 
     def save(self, directory: str | os.PathLike[str], **extra: Any) -> None:
-        """Write a checkpoint for any strategy and world size. Every rank calls this method; rank 0 writes, all wait.
+        """Write a checkpoint, which any strategy and world size can load. Every rank must call this method.
 
         The checkpoint contains the model, the states of optimizers and schedulers, the positions of the prepared
         loaders, the embeddings' tables, the states of :meth:`register_state`, and `extra` (JSON values such as the
-        epoch). A new checkpoint replaces an old one atomically.
+        epoch). Rank 0 writes, and all ranks wait. A new checkpoint replaces an old one atomically.
         """
         from paceline.torch.strategies.checkpoints import save
 
         save(self, directory, extra)
 
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load a checkpoint of any strategy, and return its `extra`; every rank calls this method after `prepare`.
+        """Load a checkpoint of any strategy, and return its `extra`. Every rank must call this method, after `prepare`.
         Raises ModelError for a missing or damaged checkpoint, and for a checkpoint of another model.
         """
         from paceline.torch.strategies.checkpoints import load
@@ -297,25 +297,25 @@ class Strategy(Closing, ABC):
         return load(self, directory)
 
     def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
-        """Return optimizer `number`'s state, by parameter number; complete on rank 0. Every rank calls this method."""
+        """Return an optimizer's state by parameter number, complete on rank 0. Every rank must call this method."""
         state: dict[int, dict[str, Any]] = self.optimizers[number].state_dict()["state"]
         return state
 
     def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]], number: int = 0) -> None:
-        """Load an optimizer state in the form of :meth:`gather_optimizer_state`; every rank passes a complete state."""
+        """Load an optimizer's state from :meth:`gather_optimizer_state`. Every rank passes the complete state."""
         optimizer = self.optimizers[number]
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
     def gather_values(self) -> dict[str, torch.Tensor]:
-        """Return the complete parameters and persistent buffers by name, on rank 0; every rank calls this method.
+        """Return the complete parameters and persistent buffers by name, on rank 0. Every rank must call this method.
 
-        Except under ``sharded``, rank 0's module has these values afterwards.
+        Afterwards rank 0's module has these values too, except under ``sharded``.
         """
         assert self.module is not None, "prepare() comes first"
         return state_of(self.module)
 
     def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Load complete values by name into the model; every rank calls this method with the same values."""
+        """Load complete values by name into the model. Every rank must call this method with the same values."""
         assert self.module is not None
         own = state_of(self.module)
         with torch.no_grad():
@@ -335,11 +335,11 @@ class Strategy(Closing, ABC):
 
 
 class _Models(nn.ModuleList):
-    """Several models that one strategy trains."""
+    """The models of a strategy, if there are several."""
 
 
 def as_one(models: list[nn.Module]) -> nn.Module:
-    """Return a model with the parameters of all `models`; a single model is returned itself."""
+    """Return one module that contains all `models`; for a single model, the model itself."""
     return models[0] if len(models) == 1 else _Models(models)
 
 
@@ -379,7 +379,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def give_own_memory(model: nn.Module) -> None:
-    """Give each parameter and buffer contiguous memory, because torch cannot copy values into expanded tensors."""
+    """Copy expanded parameters and buffers to contiguous memory, because torch cannot write to expanded tensors."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.layout is not torch.strided:
             continue

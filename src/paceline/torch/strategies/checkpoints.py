@@ -1,7 +1,7 @@
 """Save and load checkpoints, in one format for every strategy and every number of ranks.
 
-A checkpoint is a saved model of :mod:`~paceline.storage.model_directory`, with two files of tensors: the model's
-``state_dict``, and the optimizer's state under the parameters' names (``layer.weight/exp_avg``). Other values are JSON.
+A checkpoint is a directory of :mod:`~paceline.storage.model_directory` with two files of tensors: the model's
+``state_dict``, and the optimizer's state with names such as ``layer.weight/exp_avg``. Other values are JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
             description[_key("optimizer", number)] = to_json(stored, "optimizer")
         for number, scheduler in enumerate(strategy.schedulers):
             description[_key("scheduler", number)] = to_json(scheduler.state_dict(), "scheduler")
-        # Save the furthest position: with `join`, a rank that ran out of data has received fewer batches than others.
+        # Save the position of the rank that has received most batches: with `join`, ranks may have fewer batches.
         furthest = [
             max(places, key=lambda place: (place["epoch"], place["items"])) for places in zip(*positions, strict=True)
         ]
@@ -121,7 +121,7 @@ def _wait_for_rows(strategy: Strategy) -> None:
     """Wait until the servers have applied every rank's updates to embeddings' rows."""
     if strategy.embedder is not None:
         for table in strategy.embedder.tables.values():
-            len(table)  # servers process a rank's requests in order, so they have applied its updates before they reply
+            len(table)  # this request is processed after the rank's updates
     strategy.barrier()
 
 
@@ -142,7 +142,7 @@ def _encode(tensors: dict[str, torch.Tensor]) -> bytes:
 def _read(
     strategy: Strategy, module: nn.Module, directory: str | os.PathLike[str]
 ) -> tuple[SavedModel, dict[str, Any], dict[str, torch.Tensor], dict[int, dict[int, dict[str, Any]]]]:
-    """Read a checkpoint. Check that it belongs to this program's model and optimizer."""
+    """Read a checkpoint, and check that it fits this program's model and optimizer."""
     saved = read_model(directory)
     description: dict[str, Any] = saved.manifest.model
     if description.get("kind") != CHECKPOINT:
@@ -168,7 +168,7 @@ def _decode(saved: SavedModel, kind: str) -> dict[str, torch.Tensor]:
 
     file = saved.manifest.tensors.get(kind)
     if file is None:
-        raise ModelError(f"{saved.directory} is damaged: its manifest names no file of the {kind}'s tensors")
+        raise ModelError(f"{saved.directory} is damaged: its manifest has no file with the {kind}'s tensors")
     return decode(saved.read(file))
 
 
@@ -206,13 +206,13 @@ def _check_optimizer(
         )
         if own_rule != saved_rule:
             raise ModelError(
-                f"the checkpoint in {directory} was saved with {own} as {saved_rule} in parameter group {number}, but "
-                f"this program has it as {own_rule}: create the same optimizer, with the same options"
+                f"parameter group {number} of {own}: the checkpoint in {directory} has {saved_rule}, but this "
+                f"program has {own_rule}. Create the same optimizer, with the same options"
             )
 
 
 def options_of_group(group: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved options of a parameter group, converted to the types of the group's own options."""
+    """Return the saved options of a parameter group, in the types that the program's group uses."""
     return {key: like(group.get(key), value) for key, value in stored.items() if key != "params"}
 
 
@@ -225,7 +225,7 @@ def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> st
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the optimizer's parameters by group; ``#number`` for a parameter outside the module."""
+    """Return the names of the optimizer's parameters by group. A parameter outside the module is ``#number``."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     count = itertools.count()
     return [
@@ -235,7 +235,10 @@ def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str
 
 
 def _flatten(state: dict[int, dict[str, Any]], names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split an optimizer's state into tensors and other values, by ``parameter/entry``; `names[i]` is parameter i."""
+    """Divide an optimizer's state into tensors and other values with the key ``parameter/entry``.
+
+    `names[i]` is the name of parameter i.
+    """
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
     for number, entries in state.items():
@@ -271,7 +274,7 @@ def _check_tables(strategy: Strategy, saved: SavedModel) -> None:
     for name, table in own.items():
         own_spec, saved_spec = table.spec, saved_specs[name]
         if strategy.optimizer is None and _is_stateless(own_spec):
-            saved_spec = saved_spec.with_update(own_spec.update)  # rows are only read, without any update rule
+            saved_spec = saved_spec.with_update(own_spec.update)  # rows are only read, so the rule is not used
         if _nature(saved_spec) != _nature(own_spec):
             raise ModelError(
                 f"the checkpoint in {saved.directory} has embedding {name!r} as {saved_specs[name]}, but this model "

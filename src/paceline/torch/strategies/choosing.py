@@ -25,7 +25,7 @@ def class_of(spec: StrategySpec) -> type[Strategy]:
 
 
 def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for a strategy, without other strategies' options that do not change the result."""
+    """Return the options for a strategy. Drop options of other strategies that do not change the result."""
     known = {
         name
         for base in kind.__mro__
@@ -55,15 +55,16 @@ def strategy(
 ) -> Strategy:
     """Create the strategy that the launcher chose: ``paceline run --strategy X``, or ``PACELINE_STRATEGY=X``.
 
-    A `name` takes precedence. Without a choice the strategy is ``hybrid`` if the environment names parameter servers,
-    ``all-reduce`` if the environment names several ranks (torchrun, mpirun, Slurm), else ``one-device``. `options` are
-    the arguments of the class; all classes have ``device`` and ``seed``. A strategy
-    ignores options of other strategies that do not change the result, so that one script runs under all strategies:
+    A `name` takes precedence. If the launcher chose none, the strategy is ``hybrid`` if the environment has the address
+    of parameter servers, ``all-reduce`` if it has several ranks (torchrun, mpirun, Slurm), else ``one-device``.
+    `options` are the arguments of the strategy's class. All classes have ``device`` and ``seed``. A strategy
+    ignores other strategies' options that do not change the result, so that one script runs under all strategies:
     ``bucket_mb``, ``timeout`` and ``find_unused_parameters=True``, which parameter-server treats as ``unused="skip"``.
 
     With a `snapshot_dir`, or ``PACELINE_SNAPSHOT_DIR``, the training writes a checkpoint to this directory every
     `snapshot_every` (``PACELINE_SNAPSHOT_EVERY``, default ``"10m"``). If the directory has a checkpoint, the training
-    loop continues from it, without a change of the script: under ``one-device`` and ``all-reduce``, with one loader.
+    loop continues from it, without a change of the script. Snapshots need ``one-device`` or ``all-reduce``, and one
+    loader.
 
     Raises UsageError for an unknown name, or an option that the strategy does not have.
     """

@@ -17,10 +17,10 @@ from paceline.errors import UsageError, first_line
 
 
 class DeferredValues:
-    """The modules of a model whose values are not set yet. Each parameter is a placeholder (:func:`stand_in`)."""
+    """The modules of a model that have no values yet. Their parameters are placeholders (:func:`stand_in`)."""
 
     def __init__(self, modules: dict[str, nn.Module], seed: int) -> None:
-        """`modules` has the modules by name, inner modules before the modules that contain them."""
+        """`modules` has the modules by name. Inner modules come before the modules that contain them."""
         self._modules = modules
         self._seed = seed
 
@@ -46,12 +46,12 @@ class DeferredValues:
                 if isinstance(tensor, nn.Parameter):
                     torch.utils.swap_tensors(tensor, nn.Parameter(stand_in(tensor), tensor.requires_grad))  # type: ignore[no-untyped-call]
                 else:
-                    # Buffers get memory, because they are small, and every process needs their values.
+                    # A buffer gets memory, not a placeholder: buffers are small, and every process needs their values.
                     module._buffers[name] = torch.full(tensor.shape, _nothing(tensor.dtype), dtype=tensor.dtype)
         return cls(dict(reversed(found.items())), seed)
 
     def fill(self, is_needed: Callable[[Tensor], bool] = lambda tensor: True) -> None:
-        """Initialize each module, once, that has a tensor for which `is_needed` is true. Raises UsageError."""
+        """Initialize the modules with a tensor for which `is_needed` is true, once each. Raises UsageError."""
         for name, module in list(self._modules.items()):
             own = _own(module)
             if not any(is_needed(tensor) for tensor in own.values()):
@@ -76,7 +76,7 @@ class DeferredValues:
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """Return a placeholder: a tensor of the same shape whose elements are one NaN in memory, which is expanded."""
+    """Return a placeholder: a tensor of the same shape that needs memory for one element only, which is NaN."""
     return torch.full((), _nothing(tensor.dtype), dtype=tensor.dtype).expand(tensor.shape)
 
 
@@ -91,7 +91,7 @@ def make_room(parameter: nn.Parameter) -> None:
 
 @contextmanager
 def lent_memory(tensors: Iterable[Any]) -> Iterator[None]:
-    """Return a context in which placeholders have memory, with random numbers like those of a trained layer."""
+    """Return a context in which placeholders have memory and random values, as large as those of a trained layer."""
     lent = [
         (parameter, parameter.data)
         for parameter in tensors
@@ -128,7 +128,7 @@ def _nothing(dtype: torch.dtype) -> float:
 
 @contextmanager
 def _seeded(text: str) -> Iterator[None]:
-    """Return a context whose random numbers depend only on a text. At its end the random state is restored."""
+    """Return a context in which random numbers depend only on `text`. At its end, restore the random state."""
     generator = torch.default_generator
     state = generator.get_state()
     try:
