@@ -1,7 +1,7 @@
 """Simulate whole clusters in virtual time. One seed selects all faults, and every guarantee of Paceline is checked.
 
-Nodes of *protocol runs* are the protocol's cores with thin adapters, nodes of *product runs* the product's own
-processes. ``python -m simulator`` runs many.
+The nodes of a *protocol run* are the protocol's cores with thin adapters. The nodes of a *product run* are the
+product's own processes. ``python -m simulator`` runs many simulations.
 """
 
 from simulator.cluster import Cluster, Outcome

@@ -1,4 +1,4 @@
-"""``python -m simulator``: run many seeds, print a table of the faults, and print commands that repeat failures."""
+"""``python -m simulator``: simulate many seeds, print a table of the faults and the commands that repeat failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNK: Final = 10
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return the exit status: 0, 1 if a guarantee did not hold, 2 for wrong usage."""
+    """Run the command; return the exit status: 0 for success, 1 if a guarantee did not hold, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
     parser.add_argument("--seeds", default="0:1000", help="FIRST:END, or one seed (default: %(default)s)")
     parser.add_argument("--faults", help="kinds that may happen, by commas (default: all)")
@@ -89,7 +89,7 @@ def _play(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) ->
 
 
 def _outcomes(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) -> Iterator[Outcome]:
-    """Yield the outcomes of seeds, in order."""
+    """Yield the outcomes of the seeds, in the order of the seeds."""
     if options.product:
         from paceline.launch import prepare_kernels
 
@@ -99,7 +99,7 @@ def _outcomes(seeds: range, faults: tuple[str, ...], options: argparse.Namespace
             yield from _play(range(seed, seed + 1), faults, options)
         return
     chunks = [(seeds[at : at + _CHUNK], faults, options) for at in range(0, len(seeds), _CHUNK)]
-    # The thread with the baton runs until it passes the baton on.
+    # Python need not switch threads often: a thread runs until it passes the baton (:mod:`simulator.world`).
     with ProcessPoolExecutor(options.jobs, initializer=sys.setswitchinterval, initargs=(1.0,)) as pool:
         for found in pool.map(_play, *zip(*chunks, strict=True)):
             yield from found

@@ -1,7 +1,7 @@
-"""Simulate one cluster from one seed: processes in virtual time, faults and checks.
+"""Simulate one cluster, given a seed: processes in virtual time, faults and checks.
 
-:class:`Cluster` is the same for protocol runs and product runs. They differ by their nodes: the protocol's cores with
-thin adapters (:mod:`simulator.protocol`), or the product's own processes (:mod:`simulator.product`).
+:class:`Cluster` is the base of protocol runs and product runs. The nodes are either the protocol's cores with thin
+adapters (:mod:`simulator.protocol`) or the product's own processes (:mod:`simulator.product`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from simulator.settings import RunSettings
 from simulator.world import Deadlock, VirtualProcess, VirtualWorld
 
 _PATIENCE_S: Final = 90.0
-"""The longest time from the last fault to the end of the work."""
+"""Maximum time from the last fault to the end of the work."""
 _WATCH_S: Final = 0.05
 _QUIET_S: Final = 0.5
-"""The longest way of an acknowledged push to replicas: the sums of the last iteration."""
+"""Maximum time until all replicas have the sums of the last iteration."""
 _REPORT_DELAY_S: Final = 0.002
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
@@ -51,7 +51,7 @@ class FaultSchedule(ABC):
     """The faults of a cluster."""
 
     last_s: float
-    """The time of the last beginning or end of a fault."""
+    """The last time at which a fault began or ended."""
 
     @property
     @abstractmethod
@@ -60,11 +60,11 @@ class FaultSchedule(ABC):
 
     @abstractmethod
     def plan(self) -> None:
-        """Draw the faults of a phase."""
+        """Select the faults of a phase at random."""
 
     @abstractmethod
     def end(self) -> None:
-        """End the present faults."""
+        """End the faults that are in progress."""
 
 
 class Cluster(ABC):
@@ -72,7 +72,7 @@ class Cluster(ABC):
 
     latencies_s: ClassVar[Sequence[float]] = (0.0003, 0.001, 0.003)
     bandwidths: ClassVar[Sequence[float]] = (2e6, 2e7, 1e9)
-    """In bytes per second."""
+    """Possible bandwidths in bytes per second."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Cluster(ABC):
         self.scheduler: VirtualProcess | None = None
         self.servers: dict[str, VirtualProcess] = {}
         self.workers: dict[str, VirtualProcess] = {}
-        """All that were ever started, by name, as the servers."""
+        """All workers that were started, dead or alive, by name. `servers` has all servers."""
         self.phase = 0
         self.faults: FaultSchedule
         self._number = 0
@@ -102,7 +102,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def start_server(self, *, is_extra: bool = False) -> None:
-        """Start one of the initial servers, or a further server."""
+        """Start one of the initial servers, or with `is_extra` an additional server."""
 
     @abstractmethod
     def start_worker(self) -> None:
@@ -110,7 +110,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def core_of(self, scheduler: VirtualProcess) -> ClusterCore | None:
-        """Return the core of a scheduler; None before it has one."""
+        """Return the core of a scheduler; None if the core does not exist yet."""
 
     @abstractmethod
     def is_joined(self, process: VirtualProcess) -> bool:
@@ -118,7 +118,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def leave(self, process: VirtualProcess) -> bool:
-        """Request a server or worker to leave normally; return False if it cannot."""
+        """Request a server or worker to leave normally; return False if it cannot leave."""
 
     # The work.
 
@@ -142,7 +142,7 @@ class Cluster(ABC):
 
     @property
     def core(self) -> ClusterCore | None:
-        """The core of the scheduler, if it leads the cluster."""
+        """The core of the scheduler; None if the scheduler does not lead the cluster."""
         core = None if self.scheduler is None else self.core_of(self.scheduler)
         return core if core is not None and core.is_established and core.phase is Phase.LEADING else None
 
@@ -191,11 +191,11 @@ class Cluster(ABC):
         return f"{kind}{self._number}"
 
     def follow(self, process: VirtualProcess) -> None:
-        """When the process dies, break its connections and report its end to the scheduler."""
+        """Arrange that the end of the process breaks its connections and is reported to the scheduler."""
         process.at_death.append(partial(self.ended, process))
 
     def kill(self, process: VirtualProcess, *, is_silent: bool = False) -> None:
-        """End a process. With `is_silent` its host ends too, so its connections stay open."""
+        """End a process. With `is_silent` its host fails too, so its connections stay open."""
         process.is_silent = is_silent
         process.kill()
 
@@ -244,7 +244,7 @@ class Cluster(ABC):
         )  # fmt: skip
 
     def found(self) -> str | None:
-        """Return a violation that no exception reported."""
+        """Return a violation that was found without an exception, or None."""
         return None
 
     def _live(self) -> None:
@@ -293,7 +293,7 @@ class Cluster(ABC):
                 self.start_scheduler(replaces=True, accepts_minority=True)
 
     def describe(self) -> str:
-        """Return the state of all processes, for a message."""
+        """Return a text for a Violation: the live processes and the chains."""
         live = [process.name for process in (*self.servers.values(), *self.workers.values()) if not process.is_dead]
         chains = [(bin(group.buckets).count("1"), group.members, group.filling) for group in self.groups]
         return f"live are {', '.join(live)}; chains {chains}"

@@ -1,6 +1,7 @@
-"""Faults of a cluster. The seed selects them. They are counted when they begin, and end with each phase.
+"""Faults of a cluster, selected by the seed. A fault is counted when it begins. It ends at the latest with its phase.
 
-A chain tolerates `replicas` servers that are dead or may be declared dead. Faults respect this unless `allow_loss`.
+A chain tolerates `replicas` servers that are dead or may be declared dead. Unless `allow_loss` is set, faults do not
+make more servers fail.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ WEIGHTS: Final = {
     "second-scheduler": 1, "join-server": 2, "leave-server": 2, "join-worker": 2, "leave-worker": 1,
     "refuse-memory": 2, "out-of-memory": 2, "snapshot": 2, "disk": 2,
 }  # fmt: skip
-"""The relative frequencies of all kinds."""
+"""The relative frequency of each kind of fault."""
 FOLLOWING: Final = ("restart", "operator", "drop")
-"""Further counted events that follow from faults."""
+"""Events that faults cause, and that are counted too."""
 _MAY_ADD_UP: Final = ("refuse", "slow", "hiccup", "cut", "partition")
 _SHORT: Final = 0.3
-"""The share of the heartbeat timeout in which a silent process is not taken for dead."""
+"""A process is not declared dead if it is silent for only this share of the heartbeat timeout."""
 _FOREVER_S: Final = 1e9
 _SECOND_S: Final = 3.0
 
 
 class Faults(FaultSchedule):
-    """Faults of the given kinds, `number` in each phase (default: random). They begin within one of `spans_s`."""
+    """Faults of the given kinds. `number` faults (default: random) per phase begin within one of `spans_s`."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Faults(FaultSchedule):
         self._number = number
         self._spans_s = spans_s
         self._allow_loss = allow_loss
-        self._ends: dict[int, Callable[[], None]] = {}  # of running faults
+        self._ends: dict[int, Callable[[], None]] = {}  # the functions that end the running faults
         self._num_planned = 0
         self._doubtful_until_s: dict[str, float] = {}
 
@@ -83,11 +84,11 @@ class Faults(FaultSchedule):
             self.network.fired[kind] += 1
             self._world.note(f"FAULT {kind}")
             self.last_s = self._world.time_s
-            if kind in _MAY_ADD_UP:  # several faults together may last longer than one fault
+            if kind in _MAY_ADD_UP:  # several such faults may add up to a long fault
                 self._disturb(self.cluster.live_servers)
 
     def end_after(self, seconds: float, end: Callable[[], object]) -> None:
-        """End the current fault after a time."""
+        """Call `end` after `seconds`, or at the end of the phase if this is earlier."""
         number = self._world.next_number()
 
         def finish() -> None:
@@ -101,7 +102,7 @@ class Faults(FaultSchedule):
     # The processes.
 
     def one(self, processes: Sequence[VirtualProcess]) -> VirtualProcess | None:
-        """Return a random process of those given, or None if there are none."""
+        """Return a random process from `processes`, or None if there are none."""
         return self._world.random.choice(processes) if processes else None
 
     def _all(self) -> list[VirtualProcess]:
@@ -113,14 +114,14 @@ class Faults(FaultSchedule):
         return self._world.random.random() * share * self.cluster.settings.heartbeat_timeout_s
 
     def may_fail(self, servers: Collection[VirtualProcess], seconds: float) -> bool:
-        """Return whether all `servers` may fail for some time, and mark them as doubtful if so."""
+        """Return whether all `servers` may fail for some time. If so, mark them as doubtful."""
         if servers and not self._allow_loss and not self.can_spare(servers):
             return False
         self._doubt(servers, seconds)
         return True
 
     def can_spare(self, servers: Collection[VirtualProcess]) -> bool:
-        """Return whether each chain has a healthy member without `servers`, and enough replicas.
+        """Return whether each chain still has a healthy member and enough replicas if `servers` fail.
 
         A server that is being filled counts as a member, because it may become a member before its failure is detected.
         """
@@ -170,7 +171,7 @@ class Faults(FaultSchedule):
         return [process for process in self._all() if (process in island) != is_inside]
 
     def _delay(self, process: VirtualProcess) -> None:
-        """Mark a short fault of a process. Several such faults of a worker together may get it declared dead."""
+        """Record a short fault of a process. After several such faults, a worker may be declared dead."""
         self._disturb([process])
         if process is self.cluster.scheduler:
             self._disturb(self.cluster.live_workers)
@@ -213,7 +214,7 @@ class Faults(FaultSchedule):
             address in network.refusing and listener.process is scheduler
             for address, listener in network.listeners.items()
         )
-        if refuses and not self._may_lose_scheduler():  # members that cannot reconnect in time are removed
+        if refuses and not self._may_lose_scheduler():  # members that cannot reconnect would be removed
             return False
         ends = network.ends_of([scheduler])
         for end in ends:
@@ -242,7 +243,7 @@ class Faults(FaultSchedule):
     # Paths.
 
     def _cut(self) -> bool:
-        """Cut the path between two processes, for a moment or until one may be declared dead."""
+        """Cut the path between two processes, for a moment or so long that one may be declared dead."""
         processes = self._all()
         if len(processes) < 2:
             return False
@@ -290,9 +291,8 @@ class Faults(FaultSchedule):
     def _cable(self) -> bool:
         """Cut the path between two servers until one is dead."""
         servers = [process for process in self.cluster.live_servers if not self.network.is_any_cut(process.host)]
-        if (
-            len(servers) < 2 or self._allow_loss
-        ):  # a server with the last copy of a bucket cannot leave while buckets are lost
+        # With lost buckets, the server with the last copy of a bucket could not leave.
+        if len(servers) < 2 or self._allow_loss:
             return False
         one, other = self._world.random.sample(servers, 2)
         if not (self.can_spare([one]) and self.can_spare([other])):
@@ -399,7 +399,7 @@ class Faults(FaultSchedule):
             self.cluster.start_scheduler(replaces=replaces)
 
     def _second_scheduler(self) -> bool:
-        """Start a second scheduler at the address of a running scheduler, which keeps some connections for a while."""
+        """Start a second scheduler at the address of a running one, which keeps some of its connections for a while."""
         cluster, former, random = self.cluster, self.cluster.scheduler, self._world.random
         core = cluster.core
         if former is None or former.is_paused or core is None or self.network.cuts or self.network.former:
@@ -408,9 +408,7 @@ class Faults(FaultSchedule):
             self.can_spare([]) and core.committed.voters <= cluster.servers_by_incarnation().keys()
         ):
             return False
-        self._doubt(
-            cluster.live_servers, _SECOND_S
-        )  # each scheduler may continue without the servers of the other scheduler
+        self._doubt(cluster.live_servers, _SECOND_S)  # each scheduler may continue without some of the servers
         self.network.former["scheduler"] = former
         cluster.start_scheduler(replaces=random.random() < 0.5)
         for end in self.network.ends_of([former]):

@@ -1,8 +1,7 @@
-"""Connections between virtual hosts with the behaviour of TCP, for streams of bytes or of whole messages.
+"""Simulate connections between hosts. They behave like TCP, and transmit bytes or whole messages.
 
-Everything arrives in order, after a delay. A cut path loses no data: its traffic arrives after the repair. A connection
-may be reset at both ends or at one end. The other end of such a half-open connection detects this when it sends, or by
-keepalive.
+All data arrives in order, after a delay. A cut path loses no data: the data arrives after the repair. A connection may
+be reset at both ends or at one end. In the latter case, the other end detects this when it sends, or by keepalive.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ RETRANSMIT_S: Final = 0.3
 _LATE_S: Final = 0.3
 _HICCUP, _HICCUP_S = 0.02, 0.02
 _FORMER: Final = 0.3
-"""The share of connections that reach the former listener of an address, while both live."""
+"""While a new and a former listener of an address live, this share of the connections reaches the former listener."""
 
 
 class Refused(Exception):  # noqa: N818 - an answer
@@ -26,7 +25,7 @@ class Refused(Exception):  # noqa: N818 - an answer
 
 
 class End:
-    """One end of a connection. Subclasses send. `changed` is called when data arrives and when the connection ends."""
+    """One end of a connection; subclasses send. `changed` is called when data arrives and when the connection ends."""
 
     def __init__(self, network: VirtualNetwork, process: VirtualProcess, path: tuple[str, str]) -> None:
         self.network = network
@@ -36,10 +35,10 @@ class End:
         self.name = ""
         self.is_reset = False
         self.has_ended = False
-        """Whether the other end is closed: nothing more will arrive."""
+        """Whether the other end is closed, so that no more data will arrive."""
         self.is_closed = False
         self.changed: Callable[[], None] = lambda: None
-        self._last_s = 0.0  # the arrival of the last transmission
+        self._last_s = 0.0  # time at which the last transmission arrives
         self._in_flight: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._num_stalled = 0
 
@@ -48,15 +47,15 @@ class End:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can send."""
+        """Whether this end can send."""
         return not (self.is_closed or self.is_reset or self.has_ended)
 
     def close(self) -> None:
-        """Close normally: all data sent before arrives."""
+        """Close normally, so that all data that was sent arrives."""
         self._close(self.other.end)
 
     def abort(self) -> None:
-        """Close by a reset of the other end."""
+        """Close, and reset the other end."""
         self._close(self.other.reset)
 
     def crash(self) -> None:
@@ -84,7 +83,7 @@ class End:
             self.network.forget(self)
 
     def must_break(self) -> bool:
-        """Start a planned reset, if any; return whether the current transmission is lost."""
+        """Begin the reset that is planned for this end, if any; return whether the current transmission is lost."""
         world = self.network.world
         if self in self.network.breaking:
             world.after(0.0, self.reset)
@@ -99,7 +98,7 @@ class End:
     # The events of this end.
 
     def arrive(self, data: Any) -> None:
-        """Receive a transmission."""
+        """Receive data from the other end."""
         raise NotImplementedError
 
     def num_bytes(self, data: Any) -> int:
@@ -113,7 +112,7 @@ class End:
             self.changed()
 
     def reset(self) -> None:
-        """Break: data in flight to this end are lost."""
+        """Break the connection at this end. Data in flight to this end is lost."""
         if not self.is_closed and not self.is_reset:
             self.is_reset = True
             self.network.fired["drop"] += bool(self.other._in_flight)
@@ -168,22 +167,22 @@ class VirtualNetwork:
         self.listeners: dict[str, Any] = {}
         """Address → listener; its `process` may be dead."""
         self.former: dict[str, Any] = {}
-        """The listener that was at an address before: some connections still reach it while it lives."""
+        """Address → its former listener. While this listener lives, some connections still reach it."""
         self.stalled: dict[End, None] = {}
         self.cuts: Counter[frozenset[str]] = Counter()
-        """Path → how many faults cut it now."""
+        """Path → number of faults that cut the path now."""
         self.slow: dict[str, float] = {}
-        """Host → how long its traffic takes."""
+        """Host → additional delay of its traffic in seconds."""
         self.breaking: set[End] = set()
-        """Ends whose connection is reset at their next transmission, which is lost."""
+        """Ends whose next transmission is lost and resets the connection."""
         self.late: set[End] = set()
-        """Ends that are reset after their next write. It arrives late, perhaps after its repeat on a new connection."""
+        """Ends that are reset after their next write. The written data arrives late, perhaps after its repeat."""
         self.refusing: set[str] = set()
         """Addresses that refuse connections."""
         self.refused: set[str] = set()
-        """Hosts that such an address has refused. Servers on them may be declared dead after the heartbeat timeout."""
+        """Hosts that were refused by such an address. Their servers may be declared dead after the timeout."""
         self.powerless: set[str] = set()
-        """Addresses of hosts without power: they answer nothing."""
+        """Addresses of hosts without power, which do not answer."""
         self._number = 0
 
     def delay_s(self, path: tuple[str, str]) -> float:
@@ -201,7 +200,7 @@ class VirtualNetwork:
         return bool(self.cuts) and frozenset(path) in self.cuts
 
     def is_any_cut(self, host: str) -> bool:
-        """Return whether a host is cut off from another."""
+        """Return whether a path from this host to another host is cut."""
         return any(host in path for path in self.cuts)
 
     def cut_path(self, one: str, other: str) -> None:
@@ -209,9 +208,9 @@ class VirtualNetwork:
         self.cuts[frozenset((one, other))] += 1
 
     def mend_path(self, one: str, other: str) -> None:
-        """End one cut between two hosts."""
+        """End one cut of the path between two hosts."""
         path = frozenset((one, other))
-        if path in self.cuts:  # unless one of the hosts is dead
+        if path in self.cuts:  # false if one of the hosts is dead
             self.cuts[path] -= 1
             if not self.cuts[path]:
                 del self.cuts[path]
@@ -259,7 +258,7 @@ class VirtualNetwork:
         return [end for end in self.ends if end.process in wanted]
 
     def forget(self, end: End) -> None:
-        """Forget a closed end."""
+        """Remove a closed end from the network."""
         self.ends.pop(end, None)
         self.breaking.discard(end)
         self.late.discard(end)

@@ -1,7 +1,7 @@
 """Check the guarantees of a cluster after every event.
 
-The :class:`Oracle` sees all processes. It has every push, the acknowledgements, the members and the chains of every
-view. The processes report their actions, and it raises :class:`Violation`.
+All processes report their actions to the :class:`Oracle`. So it has every push, every acknowledgement, and the members
+and chains of every view. It raises :class:`Violation` if a guarantee does not hold.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.protocol.scheduler.views import View
 from simulator.settings import RunSettings
 
 Value: TypeAlias = tuple[int, int, int]
-"""A worker's push to one bucket: (bucket, index, number). The index counts its pushes to the bucket from 1."""
+"""A worker's push to one bucket: (bucket, index, number). The index counts the worker's pushes to the bucket from 1."""
 
 
 class DataLost(Exception):  # noqa: N818 - an end, not an error
@@ -42,11 +42,11 @@ class Pushing(Protocol):
 
     @property
     def incarnation(self) -> int:
-        """The incarnation."""
+        """The worker's incarnation."""
 
 
 class Data:
-    """One bucket on one server: the sum of the pushes, and the index of each worker's last push."""
+    """One bucket on one server: the sum of the pushes, and the index of each worker's last push (the *marks*)."""
 
     __slots__ = ("marks", "value")
 
@@ -58,7 +58,7 @@ class Data:
         """Add one push."""
         before = self.marks.get(worker, 0)
         if index != before + 1:
-            problem = "is applied again" if index <= before else f"is applied, and {before + 1} never was"
+            problem = "is applied again" if index <= before else f"is applied, but push {before + 1} is missing"
             raise Violation(f"{where}: push {index} of worker {worker} {problem} (exactly once)")
         self.marks[worker] = index
         self.value += value
@@ -89,11 +89,11 @@ class Oracle:
         self._views: dict[int, tuple[ChainGroup, ...]] = {}
 
     def record_loss(self, buckets: int) -> None:
-        """Record lost buckets. Raises DataLost, or Violation if enough servers were alive."""
+        """Record lost buckets. Raises DataLost if buckets may be lost (`allow_loss`), else Violation."""
         self.lost |= buckets
         if self._allow_loss:
             raise DataLost
-        raise Violation(f"buckets {buckets:b} are lost, though enough servers lived")
+        raise Violation(f"buckets {buckets:b} are lost, although enough servers were alive")
 
     # Pushes.
 
@@ -138,7 +138,7 @@ class Oracle:
                     f"{where}: bucket {bucket} is read in iteration {clock} without push {mark + 1} of worker "
                     f"{worker.incarnation}, of iteration {pushes[mark + 1][0]} (gate)"
                 )
-        # A retired worker reads only to wait for stability, and may get later values.
+        # The check is for counted workers: a retired worker reads only to wait for stability, and may get later values.
         if self.is_sequential and any(
             worker.incarnation == reader and worker.is_counted and worker.finished_clock == clock
             for worker in self.workers
@@ -149,8 +149,8 @@ class Oracle:
         before = self._reads.setdefault((bucket, clock), data.value)
         if before != data.value:
             raise Violation(
-                f"{where}: bucket {bucket} is read in iteration {clock} as {data.value} {data.marks}, and was as "
-                f"{before} (sequential)"
+                f"{where}: bucket {bucket} is read in iteration {clock} as {data.value} {data.marks}, but was "
+                f"read before as {before} (sequential)"
             )
         for worker, mark in data.marks.items():
             if self._by_bucket[bucket][worker][mark][0] >= clock:
@@ -214,7 +214,9 @@ class Oracle:
         """Record that a server acts as the primary of buckets."""
         for group in self._views[version]:
             if buckets & group.buckets and (not group.members or group.members[0] != server):
-                raise Violation(f"{where}: server {server} leads buckets of another primary in {version} (one primary)")
+                raise Violation(
+                    f"{where}: server {server} leads buckets of another primary, view {version} (one primary)"
+                )
 
     # The job.
 
@@ -223,11 +225,11 @@ class Oracle:
         self._before, self._reported = set(shards_in(done)), Counter()
 
     def reported(self, key: Key) -> None:
-        """Record that the driver of the job has the report of a shard."""
+        """Record that the poster of the job has received the report of a shard."""
         self._reported[key] += 1
 
     def finished(self, state: JobState, expected: Mapping[Key, float], with_reports: Collection[Key]) -> None:
-        """Check the end of a job: `expected` are the shards with their counts."""
+        """Check a finished job. `expected` has the number of examples of each shard."""
         if state.done != len(expected) or state.progress.get("examples", 0) != sum(expected.values()):
             raise Violation(
                 f"{state.done} shards of {len(expected)} are done, and {state.progress} of {sum(expected.values())} "
@@ -237,5 +239,5 @@ class Oracle:
         if self._reported != reports:
             raise Violation(
                 f"of shards {sorted((self._reported - reports) + (reports - self._reported))} the poster has too many "
-                "reports or too few (each example once)"
+                "or too few reports (each example once)"
             )

@@ -17,21 +17,21 @@ class RunSettings:
     replicas: int
     consistency: Consistency
     think_s: float
-    """The longest pause of a worker in an iteration."""
+    """Maximum pause of a worker in an iteration."""
     min_replicas: int = 0
     heartbeat_timeout_s: float = 1.0
     is_one_host: bool = True
     """Whether the scheduler's kernel reports the ends of processes."""
     num_buckets: int = 8
-    """Of protocol runs, as the next three."""
+    """Only protocol runs use this setting and the next three."""
     num_shards: int = 5
     epochs: int = 1
     iterations_per_shard: tuple[int, ...] = (1,)
     num_tables: int = 1
-    """Of product runs, as the next two."""
+    """Only product runs use this setting and the next two."""
     num_phases: int = 1
     iterations: int = 3
-    """Of each phase."""
+    """Number of iterations of each phase."""
 
     @property
     def all_buckets(self) -> int:
@@ -40,12 +40,12 @@ class RunSettings:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether the gradients of an iteration are applied together."""
+        """Whether consistency is sequential."""
         return isinstance(self.consistency, Sequential)
 
     @classmethod
     def draw(cls, random: Random) -> RunSettings:
-        """Draw the settings of a small cluster."""
+        """Return random settings of a small cluster."""
         consistencies: tuple[Consistency, ...] = (
             Sequential(), Sequential(), BoundedDelay(tau=0), BoundedDelay(tau=1), BoundedDelay(tau=3), Eventual(),
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Virtual time, processes and threads. A seed decides the order of all events.
+"""Simulate time, processes and threads. A seed determines the order of all events.
 
-Processes of protocol runs have no threads; the world calls them. Product code waits: for locks, on channels, in the
-selector of an event loop. Every such wait calls :meth:`VirtualWorld.block`. It passes the *baton*, the right to run, to
-the thread whose turn is next, and time jumps to this turn. The threads are real, so that product code runs unchanged,
-but only one thread runs at a time.
+Processes of protocol runs have no threads: the world calls their functions. The product's code waits for locks, data
+and events. Each of these waits calls :meth:`VirtualWorld.block`, which passes the *baton* (the right to run) to the
+thread with the next turn, and sets the time to the time of this turn. The threads are real, so that the product's code
+runs unchanged, but only one thread runs at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MAX_TURNS: Final = 400_000
 
 
 class Killed(SystemExit):
-    """Ends a thread of a process that was killed; asyncio passes it on, as it does every SystemExit."""
+    """Ends a thread of a process that was killed. It is a SystemExit, because asyncio re-raises every SystemExit."""
 
 
 class Deadlock(Exception):  # noqa: N818 - a finding, like Violation
-    """The simulation does not end."""
+    """The simulation has not ended after the maximum number of turns."""
 
 
 class VirtualProcess:
@@ -40,35 +40,35 @@ class VirtualProcess:
         self.is_dead = False
         self.is_paused = False
         self.is_silent = False
-        """Whether its host dies with it, so that its connections do not end."""
+        """Whether the process dies with its host, so that its connections do not end."""
         self.role: Any = None
-        """The product's server or scheduler in it."""
+        """The product's server or scheduler that runs in this process."""
         self.loop: Any = None
-        """The event loop that it runs in."""
+        """The event loop of the server or scheduler."""
         self.threads: list[Thread] = []
         self.at_death: list[Callable[[], None]] = []
-        """Called when it is killed or its main thread has ended."""
+        """Functions to call when the process is killed or its main thread has ended."""
         self.failure: BaseException | None = None
-        """The error with which it has ended itself, if any."""
+        """The error for which the process has ended itself, if any."""
         self.hook: Callable[[Any], None] | None = None
-        """Its ``threading.excepthook``."""
+        """The ``threading.excepthook`` of this process."""
         self.signals: dict[int, Callable[[], None]] = {}
         self.is_leaving = False
-        """Whether it was requested to leave."""
+        """Whether the process has received a request to leave."""
         self.clock_offset_s = 0.0
-        """The error of its clock."""
+        """The difference of the process's clock from the virtual time."""
         self.is_disturbed = False
         """Whether other processes may declare it dead, so that it may end itself."""
         self._deferred: list[tuple[Thread, int]] = []
-        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # until it resumes
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # to call when it resumes
         world.processes.append(self)
 
     def later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call after a delay, if the process lives and runs by then."""
+        """Call a function after a delay. A paused process runs it later, a dead process does not."""
         self.world.after(delay_s, self.run, call, *arguments)
 
     def run(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call now, or when the process resumes."""
+        """Call a function now, or when the process resumes."""
         if self.is_paused:
             self._calls.append((call, arguments))
         elif not self.is_dead:
@@ -88,11 +88,11 @@ class VirtualProcess:
         return thread
 
     def pause(self) -> None:
-        """Stop all its threads, as SIGSTOP does."""
+        """Stop all threads of the process, as SIGSTOP does."""
         self.is_paused = True
 
     def resume(self) -> None:
-        """Let its threads run again."""
+        """Let the threads of the process run again."""
         self.is_paused = False
         deferred, self._deferred = self._deferred, []
         for thread, generation in deferred:
@@ -119,7 +119,7 @@ class VirtualProcess:
 
 
 class Thread:
-    """A thread of a process. It runs only while it has the baton."""
+    """A thread of a process. A thread runs only while it has the baton."""
 
     def __init__(self, process: VirtualProcess, target: Callable[[], None], name: str) -> None:
         self.process = process
@@ -127,7 +127,7 @@ class Thread:
         self.generation = 0
         self.is_woken = False
         self.is_over = False
-        self.ended: list[Thread] = []  # who waits for its end
+        self.ended: list[Thread] = []  # threads that wait for the end of this thread
         self.at_end: list[Callable[[], None]] = []
         self.number = process.world.next_number()
         self._baton = threading.Lock()
@@ -169,7 +169,7 @@ class Thread:
 
 
 class VirtualWorld:
-    """The clock, the turns and the random numbers of one simulation. The thread that made it is the harness's own."""
+    """The clock, the turns and the random numbers of one simulation. The thread that creates it runs the simulation."""
 
     def __init__(self, seed: int, *, trace: Callable[[str], None] | None = None) -> None:
         self.random = Random(seed)
@@ -186,12 +186,12 @@ class VirtualWorld:
         self.max_turns = _MAX_TURNS
 
     def next_number(self) -> int:
-        """Return a unique number in this world."""
+        """Return a number that is unique in this world."""
         self._number += 1
         return self._number
 
     def note(self, text: str, *details: object) -> None:
-        """Trace an event. Runs that differ in one word have other hashes; only the trace has the details."""
+        """Trace an event. `trace_hash` depends on every word of `text`; `details` are only printed."""
         line = f"{self.time_s:10.6f} {text}"
         self.trace_hash = zlib.crc32(line.encode(), self.trace_hash)
         if self.trace is not None:
@@ -200,19 +200,19 @@ class VirtualWorld:
     # Turns.
 
     def at(self, time_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call at a time; the call must not block."""
+        """Call a function at a time. The function must not block."""
         heapq.heappush(self._turns, (time_s, self.random.random(), self.next_number(), call, arguments))
 
     def after(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call after a delay."""
+        """Call a function after a delay. The function must not block."""
         self.at(self.time_s + delay_s, call, *arguments)
 
     def resume_at(self, time_s: float, thread: Thread, generation: int | None) -> None:
-        """Give a thread its turn at a time if it is still in the same wait; with None, in any wait."""
+        """Give a thread its turn at a time. With a `generation`, only if the thread is still in this wait."""
         heapq.heappush(self._turns, (time_s, self.random.random(), self.next_number(), None, (thread, generation)))
 
     def resume_soon(self, thread: Thread) -> None:
-        """Give a thread its turn when a processor is free."""
+        """Give a thread its turn after a short random delay."""
         self.resume_at(self.time_s + self.random.random() * _JITTER_S, thread, thread.generation)
 
     def wake(self, thread: Thread) -> None:
@@ -222,7 +222,7 @@ class VirtualWorld:
             self.resume_soon(thread)
 
     def block(self, timeout_s: float | None = None) -> bool:
-        """Wait for :meth:`wake`; return whether it came. Raises Killed in a dead process."""
+        """Wait for :meth:`wake`; return False after the timeout. Raises Killed in a dead process."""
         me = self.current
         if me.process.is_dead:
             raise Killed
@@ -243,17 +243,17 @@ class VirtualWorld:
         return was_woken
 
     def leave(self) -> None:
-        """Pass the baton on from a thread that ends."""
+        """Pass the baton to the next thread, because the current thread ends."""
         self._next(None).give_baton()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a time."""
+        """Wait for a duration."""
         end_s = self.time_s + seconds
         while self.time_s < end_s:
             self.block(end_s - self.time_s)
 
     def unhandled(self, thread: Thread, error: BaseException) -> None:
-        """Pass a thread's error to its process's hook, or raise it in the harness's thread."""
+        """Pass a thread's error to the hook of its process, or raise it in the thread that runs the simulation."""
         hook = thread.process.hook
         if hook is None or not isinstance(error, Exception):
             self.fail(error)
@@ -264,7 +264,7 @@ class VirtualWorld:
             pass
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error in the harness's thread."""
+        """Raise an error in the thread that runs the simulation."""
         if self.failure is None:
             self.failure = error
             self.resume_at(self.time_s, self.main, None)

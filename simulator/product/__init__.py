@@ -1,7 +1,7 @@
 """Product runs: the product's own servers, scheduler and clients, its tables and kernels, in virtual time.
 
-Only the system under the product is replaced: event loops (`loop`), threads and clocks (`primitives`), streams
-(`streams`, `transport`). One thread runs at a time, and the seed decides which one is next: every run replays.
+The simulation replaces only the system under the product: event loops (`loop`), threads and clocks (`primitives`), and
+connections (`streams`, `transport`). One thread runs at a time, and the seed determines which, so runs can be repeated.
 """
 
 from simulator.product.cluster import ProductCluster

@@ -1,4 +1,4 @@
-"""Requests of simulated workers that change tables otherwise than by pushes, and their effect on a model of a table."""
+"""Requests other than pushes with which simulated workers change tables, and the effect on the model of a table."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from simulator.product.truth import CHANGED, Change, Floats, Keys, Mirror
 
 @dataclass(frozen=True, slots=True)
 class ChangeRequest:
-    """A request that changes a table, as the client sends it and as the model applies it."""
+    """A request that changes a table: `send` sends it to the servers, and `change` applies it to the model."""
 
     keys: Keys
     rows: Floats
     change: Change
     send: Callable[[], int | None]
-    """Returns the number of erased rows."""
+    """Sends the request, and returns the number of erased rows."""
     may_overtake: bool = False
-    """Whether pushes to other keys may be in flight."""
+    """Whether the request may be sent while pushes to other keys are in flight."""
 
 
 def draw_request(
     state: SharedState, client: Client, table: Any, mirror: Mirror, slot: int, pending: Sequence[Keys]
 ) -> ChangeRequest | None:
-    """Draw a request for a worker's own keys; None if it has no keys or the disk fails.
+    """Return a random request for the worker's own keys; None if no keys are left or the disk fails.
 
-    `pending` are the keys of pushes in flight. A write may overtake them, so it has other keys.
+    `pending` are the keys of pushes in flight. A write may overtake these pushes, so it has other keys.
     """
     random, plan = state.world.random, mirror.plan
     kinds = ["write"] if plan.kind == "dense" else ["write", "erase"]
     if plan is CHANGED:
         kinds += ["set update", "begin pass", "erase unseen"]
-        if not state.settings.is_sequential:  # else a load waits for a fill, and the fill for this worker's iteration
+        if not state.settings.is_sequential:  # a load would wait for a fill, which waits for this worker
             kinds.append("load")
     kind = random.choice(kinds)
     numbers, keys = np.random.default_rng(random.getrandbits(32)), plan.keys_of(slot)

@@ -1,4 +1,4 @@
-"""Clusters of the product itself: its scheduler, servers and clients in virtual time, and a check of every bucket."""
+"""Simulate a cluster of the product's own scheduler, servers and clients, and check every bucket."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from simulator.settings import RunSettings
 from simulator.world import VirtualProcess
 
 _COMPARED: Final = 0.3
-"""The share of phases at whose end a snapshot is compared."""
+"""The probability that a snapshot is compared at the end of a phase."""
 
 
 class ProductCluster(Cluster):
     """The cluster of one seed."""
 
-    latencies_s = (0.0003,)  # windows are small: the bytes of a bucket make many ways
+    latencies_s = (0.0003,)  # low, because windows are small, so a bucket needs many round trips
     bandwidths = (1e9,)
     oracle: Truth
 
@@ -52,7 +52,7 @@ class ProductCluster(Cluster):
         self.state = SharedState(self.network, self.settings, self.oracle)
         self.faults = ProductFaults(self, self.state, faults, num_faults, start_snapshot=self._start_snapshot)
         self._log = Log(self.world)
-        self._snapshot: VirtualProcess | None = None  # servers know of one at a time
+        self._snapshot: VirtualProcess | None = None  # servers support one snapshot at a time
 
     @override
     @contextmanager
@@ -79,7 +79,7 @@ class ProductCluster(Cluster):
 
     @override
     def check(self) -> None:
-        """Raise Violation if a server or scheduler has ended itself, and could not be taken for dead."""
+        """Raise Violation if a server or scheduler has ended itself without an expected reason."""
         for process in (*self.servers.values(), *([] if self.scheduler is None else [self.scheduler])):
             error = process.failure
             if isinstance(error, MemoryError):
@@ -93,7 +93,7 @@ class ProductCluster(Cluster):
     @override
     def check_end(self) -> None:
         self.oracle.check(self._chains())
-        if not self.settings.is_sequential and self.world.random.random() < _COMPARED:  # else it waits for iterations
+        if not self.settings.is_sequential and self.world.random.random() < _COMPARED:  # else it would wait
             self._compare_snapshot()
         self.state.num_phases += 1
 
@@ -104,7 +104,7 @@ class ProductCluster(Cluster):
         process = self._start("snapshot", lambda: taken.append(take_snapshot(self.network, self.state.disk)))
         self.wait("a snapshot", lambda: process.is_dead)
         if not taken or taken[0] is None:
-            raise Violation(f"(snapshots) none is taken while nothing fails: {process.failure}")
+            raise Violation(f"(snapshots) the snapshot failed without a fault: {process.failure}")
         compare_snapshot(taken[0], self._chains())
 
     def _chains(self) -> list[tuple[Buckets, list[tuple[str, Any]]]]:
@@ -117,7 +117,7 @@ class ProductCluster(Cluster):
     # The nodes.
 
     def _start(self, kind: str, main: Callable[[], None]) -> VirtualProcess:
-        """Start a process on a host of its own."""
+        """Start a process on a new host."""
         name = self.next_name(kind)
         process = VirtualProcess(self.world, name, name)
         self.follow(process)
@@ -169,7 +169,7 @@ class ProductCluster(Cluster):
                 except (AddressError, ConnectionLostError, DeadlineError) as error:
                     if world.current.process.role is not None:
                         raise
-                    world.note(f"{node} is started again: {error}")  # there was no scheduler
+                    world.note(f"{node} is started again: {error}")  # no scheduler was running
                     world.sleep(0.1)
 
         process = self._start("server", main)
@@ -202,7 +202,7 @@ class ProductCluster(Cluster):
 
     @override
     def leave(self, process: VirtualProcess) -> bool:
-        leave = process.signals.pop(signal.SIGTERM, None)  # a second signal would end it immediately
+        leave = process.signals.pop(signal.SIGTERM, None)  # a second signal would end the process immediately
         if leave is None:
             return False
         process.is_leaving = True

@@ -1,4 +1,4 @@
-"""Further faults of product runs: memory and disks."""
+"""Faults that only product runs have: of memory and disks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS: Final = tuple(
 )
 """The faults of product runs."""
 _LONG_S: Final = 3.0
-"""Most faults of some phases begin after the end of the work."""
+"""Longest time in which the faults of a phase begin. In such a phase, most faults begin after the end of the work."""
 
 
 class ProductFaults(Faults):

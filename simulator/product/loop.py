@@ -1,4 +1,4 @@
-"""An asyncio loop in virtual time: its selector waits in the world, and there is nothing to select from."""
+"""An asyncio loop in virtual time. It has no file descriptors: its selector only waits for wake-ups and timeouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simulator.world import Killed, Thread, VirtualWorld
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """The loop of one process, in the thread that makes it. Calls for an executor get threads of the world."""
+    """The loop of one process, in the thread that creates it. Calls in an executor run in threads of the world."""
 
     def __init__(self, world: VirtualWorld) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._world.wake(self._thread)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Call in a thread of the world."""
+        """Call a function in a thread of the world."""
         future = self.create_future()
 
         def run() -> None:

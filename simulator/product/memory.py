@@ -17,9 +17,9 @@ class MemoryShortage:
 
     def __init__(self, world: VirtualWorld) -> None:
         self.refusing: dict[VirtualProcess, None] = {}
-        """The processes that often have no memory for clients' requests, and reject them without changes."""
+        """Processes that often have no memory for a client's request. They reject the request without changes."""
         self.failing: dict[VirtualProcess, None] = {}
-        """The processes that have no memory for accepted changes, and end."""
+        """Processes that have no memory for accepted changes. They end."""
         self.was_failing: dict[VirtualProcess, None] = {}
         self.num_failed = 0
         self._world = world
@@ -43,7 +43,7 @@ class MemoryShortage:
             if is_refused or (name != "reserve" and process in self.failing):
                 self.num_failed += 1
                 self._world.note(f"{process.name} has no memory to {name}")
-                raise MemoryError("no memory: the simulation has it so")
+                raise MemoryError("no memory: an error of the simulation")
             return method(store, *arguments)
 
         return call

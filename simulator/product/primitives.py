@@ -1,4 +1,4 @@
-"""Replacements of `threading`, `time` and executors for product code in a :class:`VirtualWorld`."""
+"""Replace `threading`, `time`, random numbers and executors for the product's code in a :class:`VirtualWorld`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lock:
         self._waiting: deque[Thread] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Acquire the lock, as ``threading.Lock.acquire``."""
+        """Acquire the lock like ``threading.Lock.acquire``."""
         world = self._world
         if blocking and world.random.random() < _PREEMPTED:
             world.block(0.0)
@@ -110,7 +110,7 @@ class RLock(Lock):
 
 
 class Condition:
-    """As ``threading.Condition``, with a new or a given lock."""
+    """Replaces ``threading.Condition``; with a new lock or the given `lock`."""
 
     def __init__(self, world: VirtualWorld, lock: Lock | None = None) -> None:
         self._world = world
@@ -127,7 +127,7 @@ class Condition:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a notification; return whether it came."""
+        """Wait for a notification; return False after the timeout."""
         me = self._world.current
         end_s = None if timeout is None else self._world.time_s + timeout
         self._waiting.append(me)
@@ -144,7 +144,7 @@ class Condition:
             self._lock.take_again(count)
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        """Wait until the predicate holds; return it."""
+        """Wait until the predicate is true or the timeout has passed; return its value."""
         end_s = None if timeout is None else self._world.time_s + timeout
         while not (found := predicate()):
             if end_s is not None and self._world.time_s >= end_s:
@@ -163,7 +163,7 @@ class Condition:
 
 
 class Event:
-    """As ``threading.Event``."""
+    """Replaces ``threading.Event``."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._changed = Condition(world)
@@ -184,13 +184,13 @@ class Event:
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the event is set; return whether it is."""
+        """Wait until the event is set; return False after the timeout."""
         with self._changed:
             return bool(self._changed.wait_for(self.is_set, timeout))
 
 
 class ProductThread:
-    """As ``threading.Thread``, in the process that creates it."""
+    """Replaces ``threading.Thread``. The thread belongs to the process that creates it."""
 
     def __init__(
         self,
@@ -209,14 +209,14 @@ class ProductThread:
         self.thread.start()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, or for the timeout."""
+        """Wait until the thread has ended or the timeout has passed."""
         end_s = None if timeout is None else self._world.time_s + timeout
         while not self.thread.is_over and (end_s is None or self._world.time_s < end_s):
             self.thread.ended.append(self._world.current)
             self._world.block(None if end_s is None else end_s - self._world.time_s)
 
     def is_alive(self) -> bool:
-        """Return whether it runs."""
+        """Return whether the thread has not ended."""
         return not self.thread.is_over
 
     def __eq__(self, other: object) -> bool:
@@ -227,7 +227,7 @@ class ProductThread:
 
 
 class Threading:
-    """The module `threading`."""
+    """Replaces the module `threading`."""
 
     ExceptHookArgs = threading.ExceptHookArgs
     _world: VirtualWorld
@@ -255,7 +255,7 @@ class Threading:
         self, *, target: Callable[..., None], name: str = "thread", args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None, daemon: bool = False,
     ) -> ProductThread:  # fmt: skip
-        """Return a thread of the running process."""
+        """Return a new thread of the running process."""
         return ProductThread(self._world, target, name, args, kwargs or {})
 
     def current_thread(self) -> ProductThread:
@@ -275,7 +275,7 @@ class Threading:
 
 
 class VirtualTime:
-    """The clocks and `sleep` of the module `time`."""
+    """Replaces the module `time`: all clocks return the virtual time."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._world = world
@@ -292,7 +292,7 @@ class VirtualTime:
 
 
 class Numbers:
-    """The modules `random` and `secrets`, from the world's seed."""
+    """Replaces the modules `random` and `secrets`: all numbers depend on the world's seed."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._random = world.random
@@ -301,11 +301,11 @@ class Numbers:
         return getattr(self._random, name) if hasattr(self._random, name) else getattr(secrets, name)
 
     def SystemRandom(self) -> Random:  # noqa: N802
-        """Return the world's generator."""
+        """Return the world's generator of random numbers."""
         return self._random
 
     def randbits(self, bits: int) -> int:
-        """Return a random number of `k` bits."""
+        """Return a random number of `bits` bits."""
         return self._random.getrandbits(bits)
 
     def token_bytes(self, size: int = 32) -> bytes:
@@ -313,12 +313,12 @@ class Numbers:
         return self._random.randbytes(size)
 
     def token_hex(self, size: int = 32) -> str:
-        """Return random bytes as text."""
+        """Return random bytes as a hexadecimal text."""
         return self._random.randbytes(size).hex()
 
 
 class VirtualFuture(concurrent.futures.Future[Any]):
-    """A future whose waiters are the world's threads."""
+    """A future for which threads of the world can wait."""
 
     def __init__(self, world: VirtualWorld) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ class VirtualFuture(concurrent.futures.Future[Any]):
 
 
 class Executor:
-    """As ``ThreadPoolExecutor``: calls run one after the other, each after a delay, in new threads."""
+    """Replaces ``ThreadPoolExecutor``. Each call runs in a new thread, after a delay."""
 
     def __init__(self, world: VirtualWorld, delay: Callable[[], float]) -> None:
         self._world = world
@@ -357,7 +357,7 @@ class Executor:
         return future
 
     def map(self, function: Callable[..., Any], *iterables: Any) -> list[Any]:
-        """Call a function with each set of arguments; return the results."""
+        """Call a function for each element of the iterables; return the results."""
         futures = [self.submit(function, *arguments) for arguments in zip(*iterables, strict=False)]
         return [future.result() for future in futures]
 

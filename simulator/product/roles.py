@@ -1,4 +1,4 @@
-"""Access to the tables and the log of the product's roles."""
+"""Connect the product's servers to the simulation, and give access to their tables and log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulator.world import VirtualProcess, VirtualWorld
 
 
 class VirtualJoining:
-    """Replaces `roles.Joining`: the way in which a server finds its cluster."""
+    """Replaces `roles.Joining`, with which a server finds and joins its cluster."""
 
     def __init__(self, scheduler: str, network: VirtualNetwork) -> None:
         self.scheduler = scheduler
@@ -48,7 +48,7 @@ class Log(logging.Handler):
         self._asyncio = logging.getLogger("asyncio")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Process a record."""
+        """Trace a record of the log; store a violation if the record shows one."""
         text = record.getMessage()
         self._world.note(f"{self._world.current.process.name} logs: {text}")
         error = record.exc_info[1] if record.exc_info else None

@@ -1,4 +1,4 @@
-"""Snapshots of a simulated cluster on disks that fail and fill up, and checks of their contents."""
+"""Take snapshots of a simulated cluster on a disk that may fail or be full, and check their contents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FAILED: Final = 0.4
 
 
 class Disk:
-    """The disk that all hosts share: real files, in a directory of the simulation."""
+    """The disk that all hosts share. It stores real files in a temporary folder."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self.is_failing = False
@@ -41,7 +41,7 @@ class Disk:
         return self._world.random.random() * 0.01
 
     def new_directory(self) -> Path:
-        """Return an unused directory."""
+        """Return the path of a new directory."""
         if self._folder is None:
             self._folder = TemporaryFolder.make("simulation")
         self._number += 1
@@ -68,7 +68,7 @@ class Disk:
 
 
 def take_snapshot(network: VirtualNetwork, disk: Disk) -> Path | None:
-    """Take a snapshot; return its directory, or None if it failed in time or because of the disk.
+    """Take a snapshot; return its directory, or None after a timeout or if the disk failed.
 
     Raises Violation for an incomplete snapshot, and PacelineError for an error of the cluster.
     """
@@ -92,7 +92,7 @@ def take_snapshot(network: VirtualNetwork, disk: Disk) -> Path | None:
     try:
         read_newest(directory)
     except ModelError as error:
-        raise Violation(f"(snapshots) one that was taken is not whole: {error}") from None
+        raise Violation(f"(snapshots) a finished snapshot is incomplete: {error}") from None
     return directory
 
 
@@ -110,11 +110,11 @@ def compare_snapshot(directory: Path, chains: Sequence[tuple[Buckets, Sequence[t
             for bucket in buckets_in(buckets):
                 keys, records = part.read_bucket(bucket)
                 if found.get(bucket, (b"", b"")) != (keys.tobytes(), records.tobytes()):
-                    raise Violation(f"(snapshots) bucket {bucket} of {stored.spec.name!r} is not what {server} has")
+                    raise Violation(f"(snapshots) bucket {bucket} of {stored.spec.name!r} differs from {server}")
 
 
 def try_snapshot(network: VirtualNetwork, disk: Disk) -> None:
-    """Take a snapshot during faults. It must be complete or fail."""
+    """Take a snapshot while faults may occur. The snapshot may fail, but must not be incomplete."""
     try:
         take_snapshot(network, disk)
     except PacelineError as error:

@@ -11,13 +11,13 @@ from simulator.world import VirtualProcess
 
 
 class Participant:
-    """A worker's state that other workers read; `slot` selects the worker's own keys."""
+    """A worker's state that other workers read. `slot` is its number, which determines the worker's own keys."""
 
     def __init__(self, process: VirtualProcess, slot: int) -> None:
         self.process = process
         self.slot = slot
         self.num_arrived = 0
-        """The number of phases that it has ended."""
+        """The number of phases that the worker has ended."""
         self.is_joined = False
         self.first_clock = self.num_counted = 0
 
@@ -39,4 +39,4 @@ class SharedState:
         self.memory = MemoryShortage(world)
         self.disk = Disk(world)
         self.may_refuse = not settings.is_sequential and world.random.random() < 0.3
-        """Whether servers may reject pushes for want of memory."""
+        """Whether servers may reject pushes because they lack memory."""

@@ -1,4 +1,4 @@
-"""Streams of bytes. They are cut into pieces at any byte, and stop while the receiver does not read."""
+"""Simulate streams of bytes. A stream may be split at any byte, and stops while the receiver does not read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simulator.network import RETRANSMIT_S, End, VirtualNetwork
 from simulator.world import VirtualProcess
 
 WINDOWS: Final = (300, 2_000, 20_000, 200_000)
-"""The capacity of a connection in bytes, between its two ends."""
+"""Possible numbers of bytes that a connection stores until the receiver reads them."""
 
 
 class StreamEnd(End):
@@ -24,7 +24,7 @@ class StreamEnd(End):
         self.num_arrived = 0
         self._arrived: deque[bytes] = deque()
         self._window = network.world.random.choice(WINDOWS)
-        self._num_sent = 0  # and not read by the other end
+        self._num_sent = 0  # bytes that were sent and that the other end has not read
 
     def write(self, data: memoryview) -> int:
         """Send the data that fits into the window; return its size."""
@@ -84,6 +84,6 @@ class StreamEnd(End):
     def reset(self) -> None:
         if self.is_open:
             self._arrived.clear()
-            if self.other._num_sent:  # TCP sends the data again, or probes the full window, and receives a reset
+            if self.other._num_sent:  # TCP would repeat the data or probe the full window, and receive a reset
                 self.network.world.after(RETRANSMIT_S, self.other.reset)
         super().reset()

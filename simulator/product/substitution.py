@@ -1,4 +1,4 @@
-"""Replacements of system modules in the product while a simulation runs.
+"""Replace system modules in the product while a simulation runs.
 
 Modules of the product import `time`, `threading`, `secrets` and similar modules by name. During a simulation these
 names refer to the virtual clock, threads and random numbers in all product modules.
@@ -34,7 +34,7 @@ _PRODUCT: Final = tuple(f"paceline.{package}" for package in ("launch.roles", "p
 
 @contextlib.contextmanager
 def product_in(world: VirtualWorld, network: VirtualNetwork, disk: Disk) -> Iterator[None]:
-    """Return a context in which the product's modules run in a world."""
+    """Return a context in which the product's modules use this world, network and disk."""
     stand_ins = _stand_ins(world, network, disk)
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -74,20 +74,20 @@ def _stand_ins(world: VirtualWorld, network: VirtualNetwork, disk: Disk) -> dict
 
 
 def _role(world: VirtualWorld, role: Any) -> Any:
-    """Record a role at its process, and return it."""
+    """Record a server or scheduler in its process, and return it."""
     process = world.current.process
     process.role, process.loop = role, asyncio.get_running_loop()
     return role
 
 
 def _forgetful(server: Server) -> Server:
-    """Return a server that often drops the key lists of workers."""
+    """Limit the server's memory for cached keys, so that it often drops them; return the server."""
     server.filters.max_key_bytes = 1000
     return server
 
 
 def _process_info(world: VirtualWorld) -> ProcessIdentity:
-    """Return a watch that reports nothing: the simulation reports ends of processes."""
+    """Return an identity that exists on no host, because the simulation itself reports the ends of processes."""
     return ProcessIdentity("virtual", world.current.process.number, 0)
 
 

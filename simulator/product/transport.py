@@ -1,7 +1,7 @@
 """The transport of the simulation: the product's frames and handshake on the virtual network.
 
-As in :mod:`tests.memory_transport`, the connections are the product's. This module replaces the asyncio transport and
-the socket, with the effects of a real network.
+As in :mod:`tests.memory_transport`, the connections are the product's own. This module replaces only the asyncio
+transport and the socket, and simulates the effects of a real network.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HANDSHAKE_S: Final = 10.0
 _SEND_S: Final = 60.0
 _RETRY_S: Final = 0.25
 _REFUSAL_S: Final = 1e-4
-"""The time until a connection is refused."""
+"""Delay of a refused connection."""
 
 
 class VirtualTransport(Transport):
@@ -124,7 +124,7 @@ class _VirtualListener(Listener):
         self._service = service
         self._network = network
         self._loop = asyncio.get_running_loop()
-        self._accepted: dict[AcceptedConnection, None] = {}  # in a fixed order, so that runs can be repeated
+        self._accepted: dict[AcceptedConnection, None] = {}  # a dict, whose order is the same in every run
 
     @property
     @override
@@ -187,7 +187,7 @@ class Pipe(asyncio.Transport):
                 self._loop.call_soon_threadsafe(self._process_input)
 
     def _process_input(self) -> None:
-        """Read, write and close, as far as the state of the connection permits."""
+        """Read, write and close, as far as this is possible now."""
         self._is_planned = False
         end = self._end
         if self._is_lost:

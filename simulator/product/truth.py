@@ -1,10 +1,10 @@
-"""The expected contents of a cluster's tables: every acknowledged push and change exactly once, on every replica.
+"""Check the contents of a cluster's tables: each replica must have each acknowledged push and change exactly once.
 
-Buckets are compared bit for bit. The model applies the same pushes and changes, in program order, to one part that
-never moves and is never replicated. The order between workers does not matter: either each worker has its own keys, or
-the gradients are small whole numbers that SGD adds exactly. A push without an acknowledgement is *uncertain*, because
-its worker died or a server rejected it. Each bucket may or may not contain it. A bucket must then be equal to one of
-the possible states, and keep this state.
+The *model* of a table is one part that never moves and has no replicas. It applies the same pushes and changes, in the
+order in which workers sent them. Each bucket must equal the model's bucket in every bit. The order between workers does
+not matter: either each worker has its own keys, or the gradients are small whole numbers that SGD adds exactly. If a
+worker dies before the acknowledgement of a push, or a server rejects the push, the push is *uncertain*: each bucket may
+or may not contain it. Such a bucket must equal one of the possible states, and must not change its state later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from simulator.settings import RunSettings
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 Change: TypeAlias = Callable[[Any, Selection, Floats], int | None]
-"""Changes a part as a request with these keys and rows (flat) does; returns the number of erased rows."""
+"""Applies a request with these keys and rows (flat) to a part of a table; returns the number of erased rows."""
 SLOTS: Final = 16
 _OWN_ROWS: Final = 24
 _OWN_ELEMENTS: Final = 80
@@ -56,15 +56,15 @@ class Plan:
     is_shared: bool = False
     """Whether all workers push to the same keys; then gradients are whole numbers."""
     filters: tuple[Filter, ...] = ()
-    """The filters of requests; answers use only the exact ones."""
+    """The filters of requests. Answers use only the exact filters among them."""
     is_signs: bool = False
-    """Whether gradients are 1 and -1, which filters of few bits preserve."""
+    """Whether all gradients are 1 or -1, which filters with few bits transmit exactly."""
     num_pushing: int = SLOTS
-    """Only the workers of the first slots push to the table."""
+    """The number of workers that push to the table: those with the lowest slots."""
 
     @property
     def size(self) -> int:
-        """Elements of a dense table."""
+        """Number of elements of a dense table."""
         return SLOTS * _OWN_ELEMENTS
 
     def declare(self, client: Client) -> Any:
@@ -102,7 +102,7 @@ class Plan:
         return np.asarray(found, np.float32).reshape(len(keys), self.dim)
 
     def push(self, table: Any, keys: Keys, grads: Floats) -> Any:
-        """Push; return the ticket. Keys of dense tables that follow one another go as a range."""
+        """Push; return the ticket. Consecutive keys of a dense table are sent as a range."""
         if self.kind == "sparse":
             return table.push(keys, grads)
         if len(keys) and int(keys[-1]) - int(keys[0]) == len(keys) - 1:
@@ -113,7 +113,7 @@ class Plan:
 CLOCKS: Final = Plan("clocks", "dense", SGD(lr=1.0), is_shared=True)
 """Every worker counts its iterations in its own element of this table."""
 CHANGED: Final = Plan("changed", "sparse", Adagrad(lr=0.1), dim=2, num_pushing=1)
-"""One worker changes this table as a whole: hyperparameters, passes over the data, loaded parts."""
+"""One worker changes the whole table: it sets hyperparameters, begins passes over the data, and loads snapshots."""
 RATES: Final = Plan("rates", "sparse", SGD(lr=1.0), num_pushing=0)
 """All workers change the hyperparameters of this table, at the same time."""
 OPTIONAL: Final = (
@@ -139,14 +139,14 @@ class Issued:
     slot: int
     keys: Keys
     rows: Floats
-    """Gradients or records, one row per key; no columns if the change needs none."""
+    """Gradients or records, one row per key. If the change needs neither, the rows have no columns."""
     change: Change
     is_sure: bool = False
-    """Whether it must have been applied."""
+    """Whether the change must have been applied."""
     resolved: Buckets = 0
-    """The place that resolved an uncertain change."""
+    """The buckets in which an uncertain change is no longer uncertain."""
     without: Buckets = 0
-    """The buckets in which it was not applied."""
+    """The buckets in which the change was not applied."""
 
     @property
     def unsettled(self) -> Buckets:
@@ -154,7 +154,7 @@ class Issued:
         return 0 if self.is_sure else _buckets_of(self) & ~self.resolved
 
     def left_out(self, is_applied: bool) -> Buckets:
-        """Return the buckets without it, if it was applied in all uncertain buckets, or in none."""
+        """Return the buckets without the change if all uncertain buckets have it (`is_applied`) or none has it."""
         return 0 if self.is_sure else self.without if is_applied else self.without | (ALL & ~self.resolved)
 
 
@@ -186,14 +186,14 @@ class Mirror:
 
 
 class Truth(Oracle):
-    """An oracle with all pushes and changes of tables."""
+    """An oracle that stores all pushes and other changes of tables."""
 
     def __init__(self, settings: RunSettings) -> None:
         super().__init__(settings)
         self.issued: list[Issued] = []
         self.specs: dict[str, TableSpec] = {}
         self.unfinished: Counter[str] = Counter()
-        """Table name → calls to all servers that have not returned. A dead worker's call never does."""
+        """Table name → number of calls to all servers that have not returned. A dead worker's call never returns."""
 
     def issue(self, plan: Plan, slot: int, keys: Keys, rows: Floats, change: Change) -> Issued:
         """Record a push or change before it is sent."""
@@ -202,7 +202,8 @@ class Truth(Oracle):
         return push
 
     def check(self, chains: Sequence[tuple[Buckets, Sequence[tuple[str, Any]]]]) -> None:
-        """Compare every bucket with its expected contents; `chains` has the servers' tables, the primary's first.
+        """Compare each bucket with its expected contents. `chains` has the tables of each chain's servers, the primary
+        first.
 
         A push that was never acknowledged may be on one server of a chain and not on another.
         """
@@ -276,7 +277,7 @@ class Truth(Oracle):
 
 
 def _choices(unsure: Sequence[Issued]) -> Any:
-    """Yield possible sets of applied uncertain pushes: all sets, or the first ones if there are many."""
+    """Yield possible sets of applied uncertain pushes: if many are uncertain, only sets with the first of each slot."""
     if len(unsure) <= _MAX_UNSURE:
         for count in range(len(unsure), -1, -1):
             yield from itertools.combinations(unsure, count)
@@ -288,7 +289,7 @@ def _choices(unsure: Sequence[Issued]) -> Any:
 
 
 def table_named(tables: Any, name: str, server: str) -> ServerTable:
-    """Return a table of a server. Raises Violation if it has none of that name."""
+    """Return a server's table with this name. Raises Violation if the server does not have the table."""
     for table in tables.by_number.values():
         if table.spec.name == name:
             assert isinstance(table, ServerTable)

@@ -18,7 +18,7 @@ from simulator.world import VirtualProcess
 
 _PATIENCE_S: Final = 60.0
 _AT_ONCE_S: Final = 0.1
-"""Workers set a rate at multiples of this time."""
+"""Workers change hyperparameters only at multiples of this time, and therefore at the same moment."""
 
 
 class ProductWorker(Participant):
@@ -34,7 +34,7 @@ class ProductWorker(Participant):
         self._acknowledged: list[Issued] = []
 
     def run(self) -> None:
-        """Work through all phases."""
+        """Do the work of all phases."""
         state = self.state
         client: Client | None = None
         try:
@@ -119,7 +119,7 @@ class ProductWorker(Participant):
         unfinished[RATES.name] -= 1
 
     def _change(self, client: Client) -> None:
-        """Change a table by another request than a push, and compare the number of erased rows."""
+        """Change a table by a request other than a push, and check the number of erased rows."""
         state, random, truth = self.state, self._random, self.state.truth
         plans = [plan for plan in state.plans if self.slot < plan.num_pushing and not plan.is_shared]
         if not plans:
@@ -141,7 +141,7 @@ class ProductWorker(Participant):
         truth.unfinished[plan.name] -= 1
         issued.is_sure = True
         expected = self._mirrors[plan.name].apply(issued)
-        # The count of a repeated erasure does not move with its buckets.
+        # If a view change repeats an erasure on another server, the answer lacks the rows that were erased before.
         if num_erased != expected and client.servers.core.version == version:
             raise Violation(
                 f"(exactly once) worker in slot {self.slot} has erased {num_erased} rows of {plan.name!r}, expected "
@@ -149,7 +149,7 @@ class ProductWorker(Participant):
             )
 
     def _break_connections(self) -> None:
-        """Often let connections to servers break at the next request, which may arrive late, or at its answer."""
+        """Often let the connections to servers break at the next request (which may still arrive) or at the answer."""
         network, random = self.state.network, self._random
         ends = [
             end for end in network.ends if end.process is self.process and isinstance(end.other.process.role, Server)
@@ -191,13 +191,13 @@ class ProductWorker(Participant):
             except PacelineError as error:
                 if not (self.state.may_refuse and "no memory" in str(error)):
                     raise
-                self._mirrors.pop(issued.plan.name, None)  # its values are unknown now
+                self._mirrors.pop(issued.plan.name, None)  # the table's values are unknown now
             else:
                 issued.is_sure = not self.state.settings.is_sequential
                 self._acknowledged.append(issued)
 
     def _check_own(self, plan: Plan) -> None:
-        """Read the worker's own keys, which have all its pushes; under sequential, those before this iteration."""
+        """Check that the worker's own keys have the values from its pushes (if sequential: of earlier iterations)."""
         mirror = self._mirrors.get(plan.name)
         if mirror is None or plan.is_shared:
             return
@@ -215,7 +215,7 @@ class ProductWorker(Participant):
             )
 
     def _check_clocks(self, client: Client) -> None:
-        """Read all workers' clocks: at least the minimum that the consistency guarantees, at most the true clocks."""
+        """Check the workers' clocks in the table. The consistency guarantees a minimum; sequential, also a maximum."""
         state, clock, tau = self.state, client.clock, self.state.settings.consistency.tau
         live = [worker for worker in state.workers.values() if worker.is_joined and not worker.process.is_disturbed]
         values = CLOCKS.pull(self._tables["clocks"], CLOCKS.keys_of(0))[:, 0].tolist()
@@ -242,5 +242,5 @@ class ProductWorker(Participant):
             if plan is not CLOCKS:
                 self._check_own(plan)
         self._check_clocks(client)
-        for issued in self._acknowledged:  # and the iteration is complete, or nothing could have been read
+        for issued in self._acknowledged:  # their iteration is complete, because the reads have waited for it
             issued.is_sure = True

@@ -1,4 +1,4 @@
-"""The client of a protocol run: a ClientCore between virtual connections and a worker. It has no rule of its own."""
+"""The client of a protocol run: connects a ClientCore to virtual connections and to a worker. It adds no rules."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class SimulatedClient(SimulatedNode):
         self.core.tick()
 
     def join(self) -> list[Request]:
-        """Begin to take part in iterations: the core is joining until then."""
+        """Begin to join the iterations. A program waits until the core has joined, because of :meth:`_are_done`."""
         self._execute(self.core.join())
         return []
 

@@ -1,4 +1,4 @@
-"""Clusters of the protocol's cores: a scheduler, servers, workers and a poster, each a thin adapter around its core."""
+"""Simulate a cluster of a scheduler, servers, workers and a poster: thin adapters around the protocol's cores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from simulator.world import VirtualProcess
 KINDS: Final = tuple(kind for kind in WEIGHTS if kind not in ("refuse-memory", "out-of-memory", "snapshot", "disk"))
 """The faults of protocol runs."""
 FOLLOWING: Final = ("restart", "operator", "drop", "expel", "superseded", "duplicate")
-"""Further counted events that follow from them."""
+"""Events that faults cause, and that are counted too."""
 _REPLACED_S: Final = 0.05
 _CHECKS_S: Final = 0.2
 
@@ -137,7 +137,7 @@ class ProtocolCluster(Cluster):
         except Violation:
             living = {server.incarnation for server in self._nodes}
             lost = sum(group.buckets for group in self.oracle.view.groups if living.isdisjoint(group.members))
-            if lost:  # a scheduler on another host only misses the servers
+            if lost:  # a scheduler on another host reports no loss, because it waits for the servers
                 self.oracle.record_loss(lost)
             raise
 
@@ -164,7 +164,7 @@ class ProtocolCluster(Cluster):
             for server, bucket in itertools.product(chain, buckets_in(group.buckets)):
                 data = server.table.data.get(bucket)
                 if data is None:
-                    raise Violation(f"{server.name} is a member of the chain of bucket {bucket} and has it not")
+                    raise Violation(f"{server.name} is a member of the chain of bucket {bucket} but lacks the bucket")
                 self.oracle.check_acknowledged(bucket, data, server.name)
                 if at_end:
                     self.oracle.check_equal(bucket, chain[0].table.data[bucket], data, server.name)

@@ -1,4 +1,4 @@
-"""Processes that exchange whole messages, and their connections, which they make again after a break."""
+"""Processes that exchange whole messages, and their connections, which are opened again after a break."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulator.network import End, Refused, VirtualNetwork
 from simulator.world import VirtualProcess
 
 SCHEDULER: Final = 0
-"""The scheduler as the target of a link, whichever process that is. Other targets are the incarnations of servers."""
+"""The target of a link to the current scheduler. All other targets are incarnations of servers."""
 _RECONNECT_S: Final = 0.03
 _NUM_BYTES: Final[dict[type, int]] = {
     **dict.fromkeys((View, ViewChange, PrepareView, Welcome), 2000),
@@ -22,7 +22,7 @@ _NUM_BYTES: Final[dict[type, int]] = {
 
 
 class MessageEnd(End):
-    """One process's end of a connection. `source` and `target` are the incarnations of its opener and acceptor."""
+    """One end of a connection. `source` and `target` are the incarnations of its two processes."""
 
     other: MessageEnd
 
@@ -35,7 +35,7 @@ class MessageEnd(End):
         self.changed = self._changed
 
     def send(self, message: Any) -> None:
-        """Send a message; it is lost if the connection is broken, noticed or not."""
+        """Send a message. It is lost if the connection is broken, even if this end has not detected the break."""
         if self.is_open and not self.must_break():
             self.transmit(self.other.arrive, message)
 
@@ -66,13 +66,13 @@ class MessageEnd(End):
 
 
 class MessageProcess(VirtualProcess):
-    """A process that is called for each message. A restart after a crash makes a new process."""
+    """A process without threads: the simulation calls it for each message. After a crash, a new process replaces it."""
 
     def __init__(self, name: str, network: VirtualNetwork) -> None:
         super().__init__(network.world, name, name)
         self.network = network
         self.links: dict[int, MessageEnd | None] = {}
-        """The wanted connections by target; None while disconnected."""
+        """The wanted connections by target; the value is None while the connection does not exist."""
         self._connecting: set[int] = set()
         self._accepted: dict[VirtualProcess, MessageEnd] = {}
         network.listeners[name] = self
@@ -85,28 +85,28 @@ class MessageProcess(VirtualProcess):
     def own_time_s(self) -> float:
         return self.world.time_s + self.clock_offset_s
 
-    # The parts of subclasses.
+    # Subclasses override these methods.
 
     @property
     def incarnation(self) -> int:
         return 0
 
     def address(self, target: int) -> str | None:
-        """Return the address of a target, None if it is unknown."""
+        """Return the address of a target; None if the address is unknown."""
         return None
 
     def accepts(self, connection: MessageEnd) -> bool:
-        """Return whether to take a connection of another process."""
+        """Return whether to accept a connection of another process."""
         return False
 
     def link_changed(self, target: int, *, is_up: bool) -> None:
-        """Record a new or broken link."""
+        """Record that a link was opened or has broken."""
 
     def peer_lost(self, connection: MessageEnd) -> None:
         """Record the end of an accepted connection."""
 
     def receive(self, connection: MessageEnd, message: Any) -> None:
-        """Take a message."""
+        """Receive a message."""
         raise NotImplementedError
 
     # Links.
@@ -127,7 +127,7 @@ class MessageProcess(VirtualProcess):
             link.send(message)
 
     def connect(self) -> None:
-        """Make all links that are missing and have a known address."""
+        """Open all missing links whose addresses are known."""
         for target, link in self.links.items():
             address = self.address(target) if link is None and target not in self._connecting else None
             if address is not None:
@@ -156,7 +156,7 @@ class MessageProcess(VirtualProcess):
         self.connect()
 
     def admit(self, connection: MessageEnd) -> bool:
-        """Take a connection, in the place of a former one of the same process; return False if it is refused."""
+        """Accept a connection, which replaces a former connection of the same process; return False to refuse it."""
         if not self.accepts(connection):
             return False
         opener = connection.other.process
@@ -179,7 +179,7 @@ class MessageProcess(VirtualProcess):
             connection.close()
 
     def closed(self, connection: MessageEnd) -> None:
-        """Record the end of a connection, and make a link again."""
+        """Record the end of a connection. If it was a link, open it again."""
         target = connection.target
         if not connection.is_opener:
             self.peer_lost(connection)

@@ -1,4 +1,4 @@
-"""Frames between the processes of a protocol run. Most are events and instructions of the cores."""
+"""Messages between the processes of a protocol run. Most contain an event or instruction of a core."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from simulator.oracle import Value
 from simulator.protocol.links import MessageEnd
 
 Part: TypeAlias = tuple[int, tuple[Value, ...]]
-"""A worker's incarnation, and its values."""
+"""A worker's incarnation, and the values that it pushes."""
 
 
 class EventFrame:
-    """A message to a server: an event for its core, of a class and fields. The frame itself is the event's token."""
+    """A message to a server: an event for its core, made from a class and fields. The frame is the event's token."""
 
     __slots__ = ("connection", "event", "number", "payload", "version")
 
     def __init__(self, kind: type[Any], *fields: Any, number: int = 0, version: int, payload: Any = ()) -> None:
         self.connection: MessageEnd
-        """The receiver's end."""
+        """The connection on which the frame arrived."""
         self.number = number
         self.version = version
-        """The sender's view."""
+        """The version of the sender's view."""
         self.payload = payload
-        """The parts of a push; the value and the marks of a bucket."""
+        """The parts of a push, or the value and the marks of a bucket."""
         self.event = kind(self, *fields) if kind.__struct_fields__[0] == "token" else kind(*fields)
 
     def __repr__(self) -> str:
@@ -37,7 +37,7 @@ class EventFrame:
 
 
 class Push(Struct):
-    """A worker's push of iteration `iteration`; the payload is its part."""
+    """A worker's push in `iteration`. The payload of the frame has the pushed values."""
 
     worker: int
     sequence: int
@@ -46,7 +46,7 @@ class Push(Struct):
 
 
 class Check(Struct):
-    """The sender's count of applied pushes to a bucket; the payload is the bucket. The receiver compares both."""
+    """The sender's record of applied pushes to a bucket. The payload is the bucket. The receiver compares both."""
 
     bucket: int
     applied: tuple[tuple[int, int], ...]
@@ -59,7 +59,7 @@ class Reply:
     number: int
     content: Any = None
     durable: int = 0
-    """The number of safe iterations."""
+    """The number of durable iterations."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class EndWork:
 
 @dataclass(slots=True)
 class Ping:
-    """A request for a sign of life."""
+    """A message that the receiver answers with Pong, so that the sender knows that it is reachable."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Members of a protocol run: registration, heartbeats, views, messages to the scheduler. They have no rules."""
+"""Members of a protocol run: registration, heartbeats, views, messages to the scheduler. They add no rules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Surroundings:
 
 
 class SimulatedNode(MessageProcess):
-    """A process that registers at the scheduler, sends heartbeats and takes views."""
+    """A process that registers at the scheduler, sends heartbeats and receives views."""
 
     def __init__(self, name: str, around: Surroundings, role: Role, *, is_extra: bool = False) -> None:
         super().__init__(name, around.network)
@@ -48,7 +48,7 @@ class SimulatedNode(MessageProcess):
         self.identity: ProcessIdentity | None = None
         self.state = MemberState(around.settings.num_buckets)
         self._end = MemberEnd()
-        self._is_welcome = False  # by the scheduler of the present connection
+        self._is_welcome = False  # whether the scheduler has sent a Welcome on the current connection
         self.later(0.0, self.want, SCHEDULER)
         self._heartbeat_s = around.settings.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self.later(self._heartbeat_s * (0.5 + self.world.random.random()), self._beat)
@@ -65,17 +65,17 @@ class SimulatedNode(MessageProcess):
     # The parts of subclasses.
 
     def welcomed(self) -> None:
-        """Begin, as a member."""
+        """Begin the work of a member."""
 
     def view_changed(self, view: View) -> None:
-        """Take a newer view."""
+        """Apply a newer view."""
 
     def unreachable(self) -> tuple[int, ...]:
-        """Return the servers that this node cannot reach, for a heartbeat."""
+        """Return the servers that this node cannot reach; a heartbeat contains them."""
         return ()
 
     def receive_from_peer(self, connection: MessageEnd, message: Any) -> None:
-        """Take a message of a worker or server."""
+        """Receive a message of a worker or server."""
 
     # Links.
 
@@ -141,7 +141,7 @@ class SimulatedNode(MessageProcess):
                 self.later(_ELSEWHERE_S, self.want, SCHEDULER)
             case JobNews(record=record):
                 end.ledger.merge_news(record)
-            case Exception() if sent.request == _JOIN.request:  # this incarnation may not come back
+            case Exception() if sent.request == _JOIN.request:  # the scheduler does not readmit this incarnation
                 self.kill()
             case _ if sent.request:
                 call = end.take(sent.request)
@@ -178,4 +178,4 @@ class SimulatedNode(MessageProcess):
             self.kill()
         else:
             self.view_changed(view)
-            self.connect()  # the address may have come after the view that names it
+            self.connect()  # the view may contain an address that was unknown before

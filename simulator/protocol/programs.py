@@ -12,11 +12,11 @@ from simulator.protocol.messages import EndWork
 from simulator.protocol.node import SimulatedNode
 
 Program: TypeAlias = Generator[float | list[Request] | JobRequest | EndWork, Any, None]
-"""The work of a node. It yields a time to sleep, requests to servers to wait for, or a request about jobs."""
+"""The work of a node: yields a time to sleep, requests to servers for which it waits, or a request about jobs."""
 
 
 class Performer:
-    """Runs one program of a node at a time. `is_done` checks a list of requests."""
+    """Runs one program of a node at a time. `is_done` returns whether a list of requests is done."""
 
     def __init__(self, node: SimulatedNode, is_done: Callable[[list[Request]], bool] = lambda requests: True) -> None:
         self._node = node

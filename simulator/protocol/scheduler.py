@@ -1,4 +1,4 @@
-"""The scheduler of a protocol run: its core between virtual connections. It has no rule of its own."""
+"""The scheduler of a protocol run: connects the core to virtual connections. It adds no rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLUSH_S = 0.005
 
 
 class SimulatedScheduler(MessageProcess):
-    """One scheduler process, at the address at which they all listen."""
+    """One scheduler process. All schedulers listen at the same address."""
 
     def __init__(self, name: str, around: Surroundings, *, replaces: bool, accepts_minority: bool) -> None:
         super().__init__(name, around.network)
@@ -57,7 +57,7 @@ class SimulatedScheduler(MessageProcess):
         self._find_ended()
         self.later(self.core.cluster.heartbeat_s, self._tick)
 
-    # Ends of processes: reported by the kernel, if all are on one host, or found because a name has disappeared.
+    # Ends of processes: the kernel reports them if all processes are on one host; otherwise a probe detects them.
 
     def process_ended(self, name: str) -> None:
         member = self.core.cluster.membership.named(name)
@@ -113,7 +113,7 @@ class SimulatedScheduler(MessageProcess):
             case events.NewsSoon():
                 self.later(0.0, self._feed, events.NewsDue())
             case events.BucketsLost(buckets):
-                if self.core.cluster.term >= self.oracle.view.term:  # not of a superseded scheduler
+                if self.core.cluster.term >= self.oracle.view.term:  # false for a superseded scheduler
                     self.oracle.record_loss(buckets)
             case events.NotifyOperator(text):
                 self.world.note(text)

@@ -1,4 +1,4 @@
-"""A server of a protocol run: the core of a server around a toy table. It has no rule of its own."""
+"""A server of a protocol run: connects the core to virtual connections and to a toy table. It adds no rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from simulator.protocol.table import ToyTable
 
 
 class SimulatedServer(SimulatedNode):
-    """The core, its links, and a table of sums."""
+    """A server: the core, the links to other servers, and a table of sums."""
 
     def __init__(self, name: str, around: Surroundings, *, is_extra: bool) -> None:
         super().__init__(name, around, Role.SERVER, is_extra=is_extra)
@@ -120,7 +120,7 @@ class SimulatedServer(SimulatedNode):
                 self._send_bucket(target, *found)
 
     def _obey(self, instructions: Iterable[events.Instruction]) -> None:
-        resumed: list[EventFrame] = []  # handled after all other instructions
+        resumed: list[EventFrame] = []  # these are handled after all other instructions
         for instruction in instructions:
             match instruction:
                 case replication.Apply(token, buckets):
@@ -229,7 +229,7 @@ class SimulatedServer(SimulatedNode):
         self.core.validate()
         held = self.core.held
         if set(self.table.data) != set(buckets_in(held)):
-            raise Violation(f"{self.name}: holds {sorted(self.table.data)}, not {list(buckets_in(held))}")
+            raise Violation(f"{self.name}: has buckets {sorted(self.table.data)}, expected {list(buckets_in(held))}")
         for bucket, data in self.table.data.items():
             self.oracle.check_value(bucket, data, self.name)
 
@@ -240,7 +240,7 @@ def _parts(token: Any) -> tuple[Part, ...]:
 
 
 def _origin(token: Any) -> tuple[int, int]:
-    """Return the incarnation and number by which all servers of a chain count a push."""
+    """Return the incarnation and number with which the servers of a chain identify a push."""
     match token:
         case events.SumUp(iteration):
             return AGGREGATE, iteration + 1

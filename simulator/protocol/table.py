@@ -1,4 +1,4 @@
-"""The toy table of a simulated server: sums, and pushes of incomplete iterations."""
+"""The toy table of a simulated server: the sum of the pushes to each bucket, and pushes of incomplete iterations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simulator.protocol.messages import Part
 
 
 class ToyTable:
-    """The buckets of the server `where`."""
+    """The buckets of one server, whose name is `where`."""
 
     def __init__(self, where: str) -> None:
         self._where = where

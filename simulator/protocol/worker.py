@@ -1,4 +1,4 @@
-"""The work of a protocol run: workers lease shards, read, push and tick; a poster posts it and takes reports."""
+"""The work of a protocol run. A poster posts jobs and receives reports. Workers lease shards, read, push and tick."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _POLL_S: Final = 0.05
 
 
 class Work:
-    """The job of a cluster, and how far it is."""
+    """The job of a cluster, and its progress."""
 
     def __init__(self, settings: RunSettings, *, has_reports: bool) -> None:
         keys = [(epoch, 0, shard) for epoch in range(settings.epochs) for shard in range(settings.num_shards)]
         self.expected: dict[Key, float] = {key: 1.0 + (5 * key[0] + key[2]) % 4 for key in keys}
         """The number of examples of each shard."""
         self.has_reports = has_reports
-        """Whether workers report findings, in some shards. If not, posters save accounts of the job."""
+        """Whether workers report on some shards. If not, posters save accounts of the job (its finished shards)."""
         self.with_reports = [key for key in keys if has_reports and key[2] % 3]
         self.account: JobAccount | None = None
-        """The next poster continues from it."""
+        """The account from which the next poster continues."""
         self.is_done = False
 
 
@@ -49,7 +49,7 @@ class _UnsafePush:
 
 
 class SimulatedWorker(SimulatedClient):
-    """A client with a program: shard after shard, each with some iterations."""
+    """A client that works on one shard after another, in some iterations per shard."""
 
     def __init__(self, name: str, around: Surroundings, work: Work) -> None:
         super().__init__(name, around)
@@ -58,8 +58,8 @@ class SimulatedWorker(SimulatedClient):
         self._job = 0
         self._lease: Lease | None = None
         self._examples = 0.0
-        self._finished: list[tuple[Lease, int, float]] = []  # leases, the clock and the count of examples after each
-        self._unsafe: list[_UnsafePush] = []  # not acknowledged, or under sequential not known to be stable
+        self._finished: list[tuple[Lease, int, float]] = []  # lease, then clock and examples
+        self._unsafe: list[_UnsafePush] = []  # not acknowledged, or (sequential) not known to be stable
 
     @property
     def is_counted(self) -> bool:
@@ -106,7 +106,7 @@ class SimulatedWorker(SimulatedClient):
         must_wait = False
         while not self.is_leaving:
             lease = yield jobs.TakeLease(job=self._job, wait=must_wait)
-            if not isinstance(lease, Lease):  # of a scheduler that does not know the job
+            if not isinstance(lease, Lease):  # a new scheduler does not know the job
                 self.kill()
                 return
             if lease.lease == ALL_DONE:
@@ -137,7 +137,7 @@ class SimulatedWorker(SimulatedClient):
         self._report_done()
 
     def _retire(self) -> Program:
-        """Wait until all pushes are safe, and take no part in iterations. Then leave, if that was requested."""
+        """Wait until all pushes are acknowledged and stable. Then retire, and leave if requested."""
         yield [request for push in self._unsafe for request in push.requests]
         while self.settings.is_sequential and (self._unsafe or self.core.unstable()):
             clock = self.core.clock
@@ -147,7 +147,7 @@ class SimulatedWorker(SimulatedClient):
             yield self.retire()
         self._report_done()
         if self.is_leaving:
-            yield jobs.JobStatus(job=self._job)  # all messages before it have come then
+            yield jobs.JobStatus(job=self._job)  # after the answer, all earlier messages have arrived
             self._has_ended = True
             self.notify(Leave())
 
@@ -173,7 +173,7 @@ class SimulatedWorker(SimulatedClient):
         for _ in range(random.choice((1, 1, 2, 3))):
             self._push_random(clock)
         self.tick()
-        self.notify(Heartbeat(progress=self._counters(self._examples + 0.5)))  # some of the shard
+        self.notify(Heartbeat(progress=self._counters(self._examples + 0.5)))  # 0.5: a part of the shard
 
     def _push_random(self, iteration: int) -> None:
         random, num_buckets = self.world.random, self.settings.num_buckets
@@ -184,7 +184,7 @@ class SimulatedWorker(SimulatedClient):
         self._unsafe.append(_UnsafePush(iteration, tuple(values), self.push(tuple(values))))
 
     def _have_read(self, clock: int) -> None:
-        """Record that all buckets were read in iteration `clock`: earlier iterations are stable."""
+        """Record that all buckets were read in iteration `clock`. So if sequential, earlier iterations are stable."""
         if self.settings.is_sequential:
             self._acknowledge(push for push in list(self._unsafe) if push.iteration < clock)
 
@@ -202,7 +202,7 @@ class SimulatedWorker(SimulatedClient):
 
 
 class Poster(SimulatedNode):
-    """An observer with a program. After its death another poster continues from the last account."""
+    """An observer that posts the job. After its death, another poster continues from the last account."""
 
     def __init__(self, name: str, around: Surroundings, work: Work) -> None:
         super().__init__(name, around, Role.OBSERVER)
@@ -218,7 +218,7 @@ class Poster(SimulatedNode):
             yield from self._follow(job)
         while True:
             yield EndWork()
-            yield 4 * _POLL_S  # again, for workers that come later
+            yield 4 * _POLL_S  # repeated for workers that join later
 
     def _spec(self) -> JobSpec:
         settings, account, random = self.settings, self._shards.account, self.world.random
@@ -234,10 +234,10 @@ class Poster(SimulatedNode):
         return spec
 
     def _follow(self, job: int) -> Program:
-        """Take the reports of a job until it is finished, or has to be posted again."""
+        """Receive the reports of a job until the job is finished or must be posted again."""
         while not self._shards.is_done:
             state = yield jobs.JobStatus(job=job)
-            if not isinstance(state, JobState) or state.failed:  # of a scheduler that does not know the job
+            if not isinstance(state, JobState) or state.failed:  # a new scheduler does not know the job
                 return
             if state.num_reports:
                 report = yield jobs.TakeReports(job=job)

@@ -2,7 +2,7 @@
 
 ``import torch`` calls :func:`register` at its end, through the entry point ``torch.backends`` of the installed package,
 unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``. Therefore this module imports only modules that torch has imported; the
-implementation is imported with the first group.
+implementation is imported when the first group is created.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def given_values(flags: Any) -> dict[str, Any]:
 
 
 def words_of(flags: Any) -> list[str]:
-    """Return the words of the command line for all options with another value than the default, also nested ones."""
+    """Return the command-line words for all options that differ from their defaults, including nested dataclasses."""
     words: list[str] = []
     for each in fields(flags):
         value = getattr(flags, each.name)

@@ -1,6 +1,6 @@
 """Read environment variables and the number of cores; no other module does this.
 
-The command line and the launchers call :func:`environment` and pass on the values. No I/O beyond local files.
+The command line and the launchers call :func:`environment` and pass on the values. The only I/O is of local files.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Environment:
     """Identifier of the program, equal on all ranks, under Open MPI (``PMIX_NAMESPACE``), Slurm (``SLURM_JOB_ID``,
     ``SLURM_STEP_ID``), or MPICH on one machine (the process ID of the parent of all ranks)."""
     placement: str | None = None
-    """``PACELINE_PLACEMENT``: JSON object with this launcher's place among those of ``paceline run --hosts``."""
+    """``PACELINE_PLACEMENT``: place of this launcher among those of ``paceline run --hosts``, as a JSON object."""
     algorithm: str | None = None
     """``PACELINE_ALGORITHM``: collective algorithm in place of the tuner's choice."""
     strategy: str | None = None
@@ -238,7 +238,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_duration(text: str) -> float | None:
-    """Return the seconds of a time such as ``30s``, ``5m`` or ``1h``; None for another text, and for no time."""
+    """Return the seconds of a time such as ``30s``, ``5m`` or ``1h``; None for any other text."""
     found = _DURATION.fullmatch(text.strip())
     return (float(found[1]) * _SECONDS[found[2]] or None) if found is not None else None
 

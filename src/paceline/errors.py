@@ -33,7 +33,7 @@ class TableMismatchError(UsageError):
 
 
 class NonFiniteError(UsageError):
-    """A push contained NaN or Inf; it was rejected as a whole, and the table is unchanged."""
+    """A push contained NaN or Inf. The whole push was rejected, and the table is unchanged."""
 
 
 class DataError(PacelineError):
@@ -49,7 +49,7 @@ class PeerError(PacelineError):
 
 
 class NoRoomError(PeerError):
-    """A server lacks memory or disk space for a request; it was rejected as a whole, and nothing has changed."""
+    """A server lacks memory or disk space for a request. The request was rejected, and nothing has changed."""
 
 
 class ProtocolError(PeerError):
@@ -57,7 +57,7 @@ class ProtocolError(PeerError):
 
 
 class AuthenticationError(PeerError):
-    """A peer does not hold the cluster's token, or its TLS certificate is not trusted."""
+    """A peer does not have the cluster's token, or its TLS certificate is not trusted."""
 
 
 class VersionError(PeerError):
@@ -69,7 +69,7 @@ class ConnectionLostError(PeerError):
 
 
 class ModelLostError(PeerError):
-    """More servers died than there were replicas. :attr:`resume_from` is the directory of snapshots, if any."""
+    """So many servers died that rows were lost. :attr:`resume_from` is the directory of snapshots, if any."""
 
     def __init__(self, message: str, resume_from: str | None = None) -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ class DeadlineError(PeerError):
 
 
 class StaleEpochError(PeerError):
-    """A request used an old map of the cluster; the client retries automatically with the new map."""
+    """A request used an old view of the cluster. The client retries automatically in the new view."""
 
 
 class CollectiveError(PeerError):
@@ -93,7 +93,7 @@ class CollectiveError(PeerError):
 
 
 class MismatchError(CollectiveError, ValueError):
-    """Ranks called different operations, or one with different shapes, dtypes or roots."""
+    """Ranks called different operations, or the same operation with different shapes, dtypes or roots."""
 
 
 class RankLostError(CollectiveError):

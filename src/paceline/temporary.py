@@ -1,8 +1,8 @@
-"""Create temporary folders that are removed even if their process is killed.
+"""Create temporary folders that are removed later even if their process was killed.
 
-A folder is removed on close, at its garbage collection, or at the interpreter's exit. For killed processes, each
-process locks its folders (``flock``) during its life, and the next process of the same user that creates a folder
-removes the unlocked ones.
+A folder is removed on close, at its garbage collection, or at the interpreter's exit. Each process locks its folders
+(``flock``) while it lives. A process that creates a folder also removes the unlocked folders of its user, because their
+processes were killed.
 """
 
 from __future__ import annotations

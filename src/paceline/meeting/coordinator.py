@@ -45,7 +45,7 @@ COORDINATOR = "coordinator"
 NEWCOMERS = "newcomers"
 """The key that is set, with the prefix of the current quorum, when new processes wait to join."""
 ENDED = "the training has ended"
-"""The key that is set when all members have ended. It notifies paused ranks, which are in no quorum."""
+"""The key that is set when all members have ended. Ranks that are paused, and therefore in no quorum, wait for it."""
 _decode_request = reader(JoinRequest | QuorumReport | LeaveNotice, "a request to the coordinator")
 _decode_answer = reader(StartQuorum | RetryJoin | None, "an answer of the coordinator")
 

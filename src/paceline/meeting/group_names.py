@@ -35,7 +35,7 @@ class _Count(msgspec.Struct, frozen=True, array_like=True):
     """The counts of the last groups that this rank created. The counts of failed attempts are left out."""
 
     def number_for(self, number: int) -> int:
-        """Return the count that this rank published for the attempt with another rank's count ``number``."""
+        """Return this rank's count for the attempt for which another rank published ``number``."""
         return next((earlier for earlier in self.agreed if earlier >= number), self.number)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeAlias, TypeVar
 
 Fail: TypeAlias = Callable[[BaseException], None]
-"""A function that receives an exception after which the process must not continue. Only tests' functions return."""
+"""A function for an exception after which the process must not continue. It returns only in tests."""
 
 _logger = logging.getLogger("paceline.ps")
 _P = ParamSpec("_P")

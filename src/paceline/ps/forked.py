@@ -1,4 +1,4 @@
-"""A clear error for clients in a forked process, instead of two processes on one connection.
+"""Raise a clear error if a forked process uses its parent's client.
 
 A forked child has its parent's sockets but not its parent's threads. Receivers would treat the child's messages, even a
 Leave, as messages of the parent.

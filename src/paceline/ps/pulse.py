@@ -11,7 +11,7 @@ from collections.abc import Callable
 class Pulse:
     """Checks at every heartbeat, in the heartbeat thread, that a loop runs.
 
-    If the loop has not run for `patience_s`, `on_hung` is called once, and again when the loop continues.
+    `on_hung` is called when the loop has not run for `patience_s`, and when it runs again.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_hung: Callable[[str], None]) -> None:

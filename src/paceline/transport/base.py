@@ -101,7 +101,7 @@ class Peer(ABC):
 class Handler(ABC):
     """Processes the frames that an event loop receives. All methods run in the loop's thread and must not block."""
 
-    def connected(self, peer: Peer) -> None:  # noqa: B027  (to do nothing is a choice)
+    def connected(self, peer: Peer) -> None:  # noqa: B027  (subclasses may do nothing)
         """Handle a new, authenticated client."""
 
     @abstractmethod
@@ -113,7 +113,7 @@ class Handler(ABC):
         exception is logged, and the connection is closed.
         """
 
-    def disconnected(self, peer: Peer, reason: Exception | None) -> None:  # noqa: B027  (to do nothing is a choice)
+    def disconnected(self, peer: Peer, reason: Exception | None) -> None:  # noqa: B027  (subclasses may do nothing)
         """Handle the end of a connection. ``reason`` is None if one end closed the connection between two frames."""
 
 

@@ -93,7 +93,7 @@ class Connection(FrameReceiver):
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            return  # this is a transport of tests, which has no event loop
+            return  # in tests, a transport may have no event loop
         self._timer = loop.call_later(timeout_s, call)
 
     def _cancel_timer(self) -> None:

@@ -105,7 +105,7 @@ class TransportPeer(Peer):
             self._enqueue_parts(parts, size)
             self._enqueue(_END)
         elif not self._is_closing and not self._transport.is_closing():
-            frame = join(parts)  # the first step, because a failed join must not change the number of sealed frames
+            frame = join(parts)  # first, because a failed join must not change the number of sealed frames
             self._write(join((frame, seal.tag((frame,)))))
 
     @override

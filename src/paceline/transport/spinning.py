@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 SPIN_S = 50e-6
 _LONG_SPIN_S = 200e-6
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
-_MAX_MISSES = 6  # after this number of unsuccessful polls, only one wait in 64 polls
+_MAX_MISSES = 6  # after this number of unsuccessful polls, a thread polls in only one of 64 waits
 
 
 class Spinner:

@@ -40,7 +40,7 @@ def make_node_name(role: str) -> str:
 
 
 class Client:
-    """One process's access to a cluster's tables. Create a client with ``cluster.connect()``, or with a transport.
+    """One process's access to a cluster's tables. ``cluster.connect()`` creates a client.
 
     A *worker* takes part in the iterations: servers wait for its :meth:`tick` according to the cluster's consistency.
     An *observer* only reads and writes. Several threads may call methods; they run one at a time.
@@ -171,7 +171,7 @@ class Client:
 
         def request_remaining() -> None:
             while core.is_joining:
-                servers.newest()  # apply a new view first: its view change resends the requests to join
+                servers.newest()  # a new view comes first: its view change repeats the requests to join
                 request = servers.join_requests.pop(0)
                 connection = next(found for found in servers.connections if found.session.server == request.server)
                 clock = connection.call(messages.JoinClock(rank=self.rank, clock=request.clock), Clock)[0]
@@ -231,8 +231,8 @@ class Client:
     ) -> DenseTable:
         """Declare a dense table: `size` float32 with keys 0 to size - 1, which all exist from the start.
 
-        Other arguments and errors as :meth:`sparse_table`. The allowed filters are filters for values and bytes and,
-        for pushes and pulls by key, :class:`~paceline.filters.KeyCaching` and :class:`~paceline.filters.KeyNumbers`.
+        Other arguments and errors are those of :meth:`sparse_table`. Filters for values and bytes are allowed and, for
+        pushes and pulls by key, :class:`~paceline.filters.KeyCaching` and :class:`~paceline.filters.KeyNumbers`.
         """
         size = whole_number(f"dense_table({name!r}, size={size!r})", size, 1)
         spec = make_spec(name, "dense", update, initializer, seed, size=size)
@@ -301,7 +301,7 @@ class Client:
     def abort(self) -> None:
         """Make waiting calls in other threads, and all later calls, raise an error.
 
-        A :meth:`close` after this does not wait.
+        After this, :meth:`close` does not wait.
         """
         self.servers.abort()
 
@@ -320,7 +320,7 @@ class Client:
 
         Without an exception, the end of the block waits until all pushes are acknowledged, and, as :meth:`retire`,
         until the pushes of finished iterations are on all servers of their chains. The end of the block raises the
-        first error. After an exception in the block, it does not wait for other workers.
+        first error. After an exception in the block, the end does not wait for other workers.
         """
         return self
 

@@ -183,7 +183,7 @@ class FrameKeys:
         self.table = header[4]
         self.spec = spec
         self.flags = header[3] & EXACT
-        """The flags of the frame that its replacements keep."""
+        """The flags of the frame that are copied to its replacements."""
         self._is_range = bool(header[3] & RANGE)
         self._frame = frame
         self._layout = layout

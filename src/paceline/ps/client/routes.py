@@ -42,7 +42,7 @@ class Routes:
     lost_with: tuple[int, ...]
     """The ranks, if known, of the servers that died with the lost buckets."""
     has_ended: bool = False
-    """Whether the cluster ends on request, so that its servers did not die."""
+    """Whether a process requested the end of the cluster. Then servers that stop have not died."""
 
     @property
     def server_ranks(self) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class RouteWatch:
             return True
 
     def end(self) -> None:
-        """Record that the cluster ends on request, so that servers that stop after this have not died."""
+        """Record that a process requested the end of the cluster. Servers that stop after this have not died."""
         with self._changed:
             if self.newest is not None:
                 self.newest = replace(self.newest, has_ended=True)

@@ -98,7 +98,7 @@ class Ticket:
             return all(are_done)
 
     def result(self) -> Any:
-        """Wait; return the values (float32 [n, dim] or [n]) of a pull, None of a push."""
+        """Wait; return the values (float32 [n, dim] or [n]) of a pull, or None for a push."""
         self.wait()
         return self._result
 
@@ -419,7 +419,7 @@ class Servers:
             with self.lock:
                 for connection in self.connections:
                     connection.patience_s = min(self._reconnect_s, self.timeout_s)
-                for _ in range(len(self.connections) + 1):  # each lost connection interrupts one wait
+                for _ in range(len(self.connections) + 1):  # a lost connection interrupts a wait once
                     try:
                         self.drain()
                         break

@@ -36,7 +36,7 @@ class SparseTable(Table):
     """Rows of `dim` float32, each with a uint64 key, on several servers. Declared by ``client.sparse_table``."""
 
     is_count = False
-    """Whether the table contains counts: stale pushes by this handle are neither dropped nor compensated."""
+    """Whether this object pushes counts: servers neither drop nor compensate stale pushes of counts."""
 
     @property
     def dim(self) -> int:

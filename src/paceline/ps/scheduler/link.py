@@ -82,7 +82,7 @@ class Reconnection:
 
 
 _CONNECT_S = 10.0
-_FAREWELL_S = 1.0  # the scheduler's time to read Leave
+_FAREWELL_S = 1.0  # how long to wait until the scheduler has read Leave
 _Result = TypeVar("_Result")
 _WELCOME: Any = messages.Welcome[Endpoint, messages.ClusterSettings]
 _ANSWER: Any = _WELCOME | messages.Elsewhere

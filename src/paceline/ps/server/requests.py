@@ -129,7 +129,7 @@ class Requests:
         """Apply a push here and forward it; the answer waits for all successors."""
         worker, (selection, grads), fresh = verdict.worker, pushed, verdict.fresh
         if fresh:
-            dropped = self._stale.was_dropped(worker, header)  # because the core does not record dropped pushes
+            dropped = self._stale.was_dropped(worker, header)  # the core does not record dropped pushes
             if verdict.takes_part and not dropped:
                 dropped, grads, top = self._treat(worker, header, table, (selection, grads), top)
             if dropped:
