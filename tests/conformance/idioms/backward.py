@@ -118,7 +118,7 @@ def tensor_hook(trial: Trial) -> Result:
 
 @idiom
 def sharpness(trial: Trial) -> Result:
-    """Sharpness-aware minimization: parameters moved, a second backward, and moved back."""
+    """Sharpness-aware minimization: a second backward at moved parameters, which are then moved back."""
     for step in trial.prepare().zeroed():
         trial.backward(step)
         kept = trial.values()
@@ -136,7 +136,7 @@ def sharpness(trial: Trial) -> Result:
 
 @idiom
 def fail(trial: Trial) -> Result:
-    """A backward that fails halfway and is skipped."""
+    """A backward that fails halfway, after which the script skips the step."""
     trial.prepare()
     for step in range(STEPS):
         trial.optimizer.zero_grad()

@@ -28,7 +28,7 @@ def clip_late(trial: Trial) -> Result:
 
 @idiom
 def clip_if_large(trial: Trial) -> Result:
-    """A norm that the script computes, and gradients scaled if the norm is large."""
+    """Gradients scaled if their norm, which the script computes, is large."""
     for _ in trial.prepare().steps():
         norm = sum(float(grad.square().sum()) for grad in trial.grads) ** 0.5
         if norm > 4:
@@ -69,7 +69,7 @@ def drop_gradients(trial: Trial) -> Result:
 
 @idiom
 def log_norms(trial: Trial) -> Result:
-    """Norms of gradients logged now and then."""
+    """Norms of gradients logged in some steps."""
     for step in trial.prepare().steps():
         if step % 5 == 4:
             nn.utils.get_total_norm(list(trial.grads))

@@ -43,7 +43,7 @@ def set_rate(trial: Trial) -> Result:
 
 @idiom
 def groups(trial: Trial) -> Result:
-    """Two parameter groups, the biases without weight decay."""
+    """Two parameter groups: the group of the biases has no weight decay."""
     biases = [parameter for parameter in trial.model.parameters() if parameter.ndim == 1]
     weights = [parameter for parameter in trial.model.parameters() if parameter.ndim > 1]
     both: Any = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
@@ -211,7 +211,7 @@ def reset_state(trial: Trial) -> Result:
 
 @idiom
 def new_state(trial: Trial) -> Result:
-    """The optimizer's state loaded empty."""
+    """An empty state loaded into the optimizer."""
     trial.prepare().train(0, 4)
     trial.optimizer.load_state_dict({**trial.optimizer.state_dict(), "state": {}})
     return trial.train(4).values()

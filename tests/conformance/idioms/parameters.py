@@ -32,14 +32,14 @@ _after_steps("Weights clamped after the step", _clamp)
 _after_steps("Weights clamped after a step of Adam, which keeps its state", _clamp, adam=True)
 _after_steps("Weight decay by hand", lambda trial: [parameter.mul_(0.99) for parameter in trial.parameters])
 _after_steps(
-    "Rows renormalized after the step",
+    "Rows of a weight matrix renormalized after the step",
     lambda trial: trial.bare[0].weight.copy_(torch.renorm(trial.bare[0].weight, 2, 0, 0.5)),
 )
 
 
 @idiom
 def clamp_weights_late(trial: Trial) -> Result:
-    """Weights clamped through `.data` from step 6 on, with the script's own references."""
+    """Weights clamped through `.data` from step 6 on, by references that the script stored before."""
     trial.prepare()
     kept = trial.parameters
     for step in trial.trained():

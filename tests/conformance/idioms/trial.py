@@ -1,4 +1,4 @@
-"""The training that idioms are made of, and the registry that has them all."""
+"""The training loop that all idioms use, and the registry of idioms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = list[Tensor]
 
 
 class Trial:
-    """A training of a small model under a strategy: this rank's part of the batches, and the loop."""
+    """Trains a small model under a strategy, on this rank's part of each batch."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -36,18 +36,18 @@ class Trial:
         return self
 
     def adam(self) -> Trial:
-        """Have Adam for the optimizer."""
+        """Use Adam as the optimizer."""
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
         return self
 
     def prepare(self) -> Trial:
-        """Have the strategy prepare the model and the optimizer."""
+        """Prepare the model and the optimizer with the strategy."""
         self.model, self.optimizer = self.strategy.prepare(self.model, self.optimizer)
         return self
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The model's."""
+        """The model's parameters."""
         assert self.strategy.module is not None
         return list(self.strategy.module.parameters())
 
@@ -76,26 +76,26 @@ class Trial:
         torch.autograd.backward(self.loss(step))
 
     def zeroed(self, first: int = 0, last: int = STEPS) -> Iterator[int]:
-        """Yield the number of each step: after its gradients were zeroed, and before the optimizer's step."""
+        """Yield each step's number between ``zero_grad()`` and the optimizer's step."""
         for step in range(first, last):
             self.optimizer.zero_grad()
             yield step
             self.optimizer.step()
 
     def steps(self, first: int = 0, last: int = STEPS) -> Iterator[int]:
-        """Yield the number of each step: after its backward, and before the optimizer's step."""
+        """Yield each step's number between its backward and the optimizer's step."""
         for step in self.zeroed(first, last):
             self.backward(step)
             yield step
 
     def trained(self) -> Iterator[int]:
-        """Yield the number of each step, after the optimizer's step."""
+        """Yield each step's number after the optimizer's step."""
         for step in range(STEPS):
             self.train(step, step + 1)
             yield step
 
     def train(self, first: int = 0, last: int = STEPS) -> Trial:
-        """Train plainly."""
+        """Train with the plain loop."""
         for _ in self.steps(first, last):
             pass
         return self
@@ -119,7 +119,7 @@ def idiom(function: Idiom) -> Idiom:
 
 
 def between(actions: dict[str, Callable[[Trial], Any]]) -> None:
-    """Add plain loops, by name, that do something between backward and the optimizer's step."""
+    """Add one idiom per action: a plain loop that calls the action between backward and the optimizer's step."""
 
     def add(name: str, act: Callable[[Trial], Any]) -> None:
         def run(trial: Trial) -> Result:
@@ -136,7 +136,7 @@ def between(actions: dict[str, Callable[[Trial], Any]]) -> None:
 def with_options(description: str, **options: dict[str, Any]) -> Callable[[Idiom], Idiom]:
     """Add a second variant of an idiom with `options` of strategies (``all_reduce={...}``) that permit it.
 
-    `description` names them.
+    `description` names these options.
     """
 
     def add(function: Idiom) -> Idiom:
