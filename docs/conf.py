@@ -45,5 +45,5 @@ def setup(app: Any) -> None:
 
 
 def escape_bars(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Escape the bars of formulas such as |x|, which reStructuredText takes for substitutions."""
+    """Escape the bars of formulas such as |x|, because reStructuredText would read them as substitutions."""
     lines[:] = [line.replace("|", r"\|") for line in lines]
