@@ -291,7 +291,7 @@ class Faults(FaultSchedule):
     def _cable(self) -> bool:
         """Cut the path between two servers until one is dead."""
         servers = [process for process in self.cluster.live_servers if not self.network.is_any_cut(process.host)]
-        # With lost buckets, the server with the last copy of a bucket could not leave.
+        # If buckets are lost, the server with the last copy of another bucket cannot leave.
         if len(servers) < 2 or self._allow_loss:
             return False
         one, other = self._world.random.sample(servers, 2)

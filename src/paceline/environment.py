@@ -60,7 +60,7 @@ class Environment:
     master_port: int | None = None
     """``MASTER_PORT``: port of the rendezvous on rank 0."""
     nnodes: int | None = None
-    """``PET_NNODES``: number of machines, set by Kubeflow like the other variables ``PET_``."""
+    """``PET_NNODES``: number of machines. Kubeflow sets this and the other variables ``PET_``."""
     node_rank: int | None = None
     """``PET_NODE_RANK``: number of this machine."""
     nproc_per_node: int | None = None

@@ -38,7 +38,7 @@ _NAME: Final = re.compile(pattern_of())
 
 
 class _Lock(enum.Enum):
-    """Holder of a folder's lock."""
+    """The process that holds a folder's lock: this process, another, or none."""
 
     OWN = enum.auto()
     OF_ANOTHER = enum.auto()

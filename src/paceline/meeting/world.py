@@ -31,7 +31,7 @@ _MAX_CHECKED = 16
 
 
 class JoinedGroup(Protocol):
-    """The interface of a group for the world, which closes all groups at the end."""
+    """The methods of a group that the world calls. The world closes all groups at the end."""
 
     def close(self) -> None:
         """Leave the group. Idempotent."""

@@ -84,7 +84,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class DropStale:
-    """Drop gradients whose staleness exceeds ``beyond`` (Ringmaster ASGD, 2025). Raises UsageError below 0."""
+    """Drop gradients staler than ``beyond`` (Ringmaster ASGD, 2025). Raises UsageError if ``beyond`` is negative."""
 
     beyond: int
     """The largest staleness of a gradient that is still applied, in iterations."""

@@ -194,7 +194,7 @@ class Iterations:
     def missing(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
         """Return the buckets for which a worker's push is new; this server leads all `buckets`.
 
-        A push for an iteration that its bucket has completed is not new.
+        A push is not new if its bucket has completed the iteration of the push.
         """
         # A push of a complete iteration is either already in the iteration's sum, or too late.
         left = self._replication.delivery.missing(AGGREGATE, iteration + 1, buckets)

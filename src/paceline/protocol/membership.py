@@ -126,7 +126,7 @@ class Membership:
         return incarnation in self._unknown
 
     def expire_unknown(self, time_s: float) -> bool:
-        """After the timeout, give up the processes that are in no view; return whether this call gave them up."""
+        """After the timeout, stop waiting for processes that are in no view; return whether this call did so."""
         is_over = bool(self._unknown) and time_s >= self._unknown_until_s
         if is_over:
             self._unknown = range(0)
@@ -177,7 +177,7 @@ class Membership:
             return known
         taken = self._by_rank[role]
         if rank is None:
-            rank = self._find_rank(role)  # Rule 2: the smallest free rank of the role
+            rank = self._find_rank(role)  # Rule 2: by default the smallest free rank
         elif rank < 0 or rank in taken:
             problem = f"belongs to node {taken[rank].node!r}" if rank in taken else "is negative"
             raise UsageError(

@@ -75,11 +75,11 @@ FILTERED_PUSH_PULL: Final = 30
 
 # Kinds of frames between servers.
 FORWARD: Final = 32
-"""A push for the next server of a chain; meta is a :class:`ForwardInfo`, the body keys and gradients. Answered by
+"""A push for the next server of a chain; meta is a :class:`ForwardInfo`, the body keys and gradients. The answer is
 FORWARDED."""
 FORWARDED: Final = 33
 STATE: Final = 34
-"""A whole bucket for a server that is being filled; meta is a :class:`StateInfo`. Answered by STATE_TAKEN."""
+"""A whole bucket for a server that is being filled; meta is a :class:`StateInfo`. The answer is STATE_TAKEN."""
 STATE_TAKEN: Final = 35
 """The receiver has loaded the bucket of a STATE frame. clock: the processor time of the loading, in microseconds."""
 READY: Final = 37
@@ -89,7 +89,7 @@ CLOCKS: Final = 36
 CHECK: Final = 40
 """The digest of a bucket after all forwarded pushes, for a comparison; meta is a :class:`CheckInfo`. No answer."""
 PING: Final = 38
-"""Checks that the receiver is reachable. Answered by PONG in any view."""
+"""Checks that the receiver is reachable. The answer is PONG, in any view."""
 PONG: Final = 39
 
 # Flags of data frames.
@@ -154,7 +154,7 @@ class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Declare a table; answered by KnownTable. Raises TableMismatchError if the table has another spec."""
+    """Declare a table; the answer is KnownTable. Raises TableMismatchError if the table has another spec."""
 
     spec: TableSpec
 
@@ -162,7 +162,7 @@ class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ChangeUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Change the hyperparameters of a table (the rule itself must be the same).
 
-    Answered by the number of this change, which SetUpdate then sends to all servers.
+    The answer is the number of this change, which SetUpdate then sends to all servers.
     """
 
     table: str
@@ -170,14 +170,14 @@ class ChangeUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ListTables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request the tables of the cluster. Answered by a list of TableSpec, with the current hyperparameters."""
+    """Request the tables of the cluster. The answer is a list of TableSpec, with the current hyperparameters."""
 
 
 # Calls to a server: create, read and write tables, join as a worker, request statistics.
 
 
 class CreateTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Create the server's part of a table, or set later hyperparameters. Answered by None; idempotent.
+    """Create the server's part of a table, or set later hyperparameters. The answer is None. The call is idempotent.
 
     The process that changed the hyperparameters may have died before its change reached this server.
     """
@@ -194,13 +194,13 @@ class FilterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckFilters(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Check that the server has these filters. Answered by None, or an error with the name of the missing filter."""
+    """Check that the server has these filters. The answer is None, or an error with the name of the missing filter."""
 
     filters: FilterInfo
 
 
 class JoinClock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker joins the iterations at `clock` or later. Answered by the worker's clock."""
+    """A worker joins the iterations at `clock` or later. The answer is the worker's clock."""
 
     rank: Natural
     clock: Clock
@@ -211,7 +211,7 @@ class Retire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ReadBucket(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Read all rows of a bucket. Answered by the number of rows.
+    """Read all rows of a bucket. The answer is the number of rows.
 
     The body is the keys, then the values and the update rule's state of each key.
     """
@@ -240,7 +240,7 @@ class SetUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Erase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Erase rows: the body is their keys. Answered by the number of erased rows."""
+    """Erase rows: the body is their keys. The answer is the number of erased rows."""
 
     table: TableNumber
 
@@ -259,7 +259,7 @@ class BeginPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class EraseUnseen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Erase a bucket's rows without a push in this pass or the `passes` - 1 passes before it.
 
-    The rows of the same keys in the tables `also` are erased too. Answered by the number of erased rows of `table`.
+    The rows of the same keys in the tables `also` are erased too. The answer is the number of erased rows of `table`.
     """
 
     table: TableNumber
@@ -269,7 +269,7 @@ class EraseUnseen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class GetStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request the statistics of the server. Answered by ServerStatistics."""
+    """Request the statistics of the server. The answer is ServerStatistics."""
 
 
 class TableStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from paceline.tables.bounds import Clock, TableNumber
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write buckets to `folder` of `directory` in the background. Answered by SnapshotStarted.
+    """Write buckets to `folder` of `directory` in the background. The answer is SnapshotStarted.
 
     The server skips buckets that it does not lead; the coordinator requests them from their primary in another round. A
     bucket that is unchanged since a snapshot in `complete` is not written again. With `boundary` (sequential
@@ -44,7 +44,7 @@ class SnapshotStarted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GetSnapshotState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request the state of a snapshot; answered by SnapshotState."""
+    """Request the state of a snapshot; the answer is SnapshotState."""
 
     directory: Directory
     number: int
@@ -94,7 +94,7 @@ class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class GetLoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request the state of a load; answered by LoadState."""
+    """Request the state of a load; the answer is LoadState."""
 
 
 class LoadState(msgspec.Struct, frozen=True, kw_only=True):

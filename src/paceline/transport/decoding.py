@@ -45,7 +45,7 @@ def read_meta(meta: bytes | memoryview, kind: Any, name: str) -> Any:
 
 
 def reader(kind: Any, name: str) -> Callable[[bytes | memoryview], Any]:
-    """Return a function that decodes like :func:`read_meta`, for one type and name. It is faster for frequent use."""
+    """Return a fast function that decodes like :func:`read_meta`, for one type and name."""
     decode = msgspec.msgpack.Decoder(register_type(kind)).decode
 
     def read(meta: bytes | memoryview) -> Any:

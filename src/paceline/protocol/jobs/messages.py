@@ -18,7 +18,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PostJob(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Post work for the workers. A new job ends the previous one. Answered by the job's number."""
+    """Post work for the workers. A new job ends the previous one. The answer is the job's number."""
 
     spec: JobSpec
 
@@ -33,7 +33,7 @@ class GetJob(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class TakeLease(JobRequest, frozen=True, kw_only=True, tag=True):
-    """A worker requests a shard. Answered by Lease immediately or, with `wait`, once a shard is free."""
+    """A worker requests a shard. The answer is Lease, immediately or, with `wait`, once a shard is free."""
 
     job: int
     wait: bool
@@ -78,7 +78,7 @@ class JobFailed(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class JobStatus(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Request a job's state. Answered by JobState."""
+    """Request a job's state. The answer is JobState."""
 
     job: int
 
@@ -91,13 +91,13 @@ class ClaimCluster(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class GetAccount(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Request the finished shards of a job. Answered by JobAccount."""
+    """Request the finished shards of a job. The answer is JobAccount."""
 
     job: int
 
 
 class TakeReports(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Take the next report of a job. Answered by TakenReport with the report's body, or by None if no report waits."""
+    """Take the next report of a job. The answer is TakenReport with the report's body, or None if no report waits."""
 
     job: int
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from paceline.protocol.jobs.messages import Report
 from paceline.protocol.jobs.records import Counters, JobRecord, Key, TakenReport, later
 
-_BEFORE = -1  # replaces an incarnation: counters from the snapshot of the earlier job
+_BEFORE = -1  # key of the counters from a snapshot; other keys are incarnations
 
 
 @dataclass(slots=True)

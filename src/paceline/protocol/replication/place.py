@@ -16,7 +16,7 @@ class Place:
     primary: Buckets = 0
     members: Buckets = 0
     filling: Buckets = 0
-    """The buckets that the server is being filled with."""
+    """The buckets that other servers are copying to this server."""
     short: Buckets = 0
     """The buckets that the server leads, but with too few replicas to acknowledge a push."""
     shortages: dict[int, Buckets] = field(default_factory=dict)  # number of replicas → short buckets with this number

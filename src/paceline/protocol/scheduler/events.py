@@ -113,7 +113,7 @@ class TakenOver(Struct, frozen=True):
 
 
 class RequestPromise(Struct, frozen=True):
-    """Request these servers to prepare no view of a lower term; answered by Promised."""
+    """Request these servers to prepare no view of a lower term; the answer is Promised."""
 
     peers: tuple[object, ...]
     term: int
@@ -133,7 +133,7 @@ class Publish(Struct, frozen=True):
 
 
 class FlushSoon(Struct, frozen=True):
-    """Messages wait to be decided together: pass Flush to the core after a short delay."""
+    """The core collects messages to decide about them together: pass Flush to the core after a short delay."""
 
 
 class ReleaseServer(Struct, frozen=True):

@@ -40,7 +40,7 @@ TableType = TypeVar("TableType", default=Any)
 
 
 class Register(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
-    """A process requests to join the cluster. Answered by Welcome once it is a member, or by an error."""
+    """A process requests to join the cluster. The answer is Welcome once it is a member, or an error."""
 
     node: str
     role: Role
@@ -52,7 +52,7 @@ class Register(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
 
 
 class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_only=True, tag=True):
-    """A member sends its record to a scheduler that may not know it. Answered by Welcome or Elsewhere.
+    """A member sends its record to a scheduler that may not know it. The answer is Welcome or Elsewhere.
 
     The answer is an error if this member was declared dead.
     """
@@ -125,15 +125,15 @@ class Promised(Struct, frozen=True, tag=True):
 
 
 class GetView(Struct, frozen=True, kw_only=True, tag=True):
-    """Request the current members. Answered by View."""
+    """Request the current members. The answer is View."""
 
 
 class GetSettings(Struct, frozen=True, kw_only=True, tag=True):
-    """Request the cluster's settings, before joining it. Answered by the settings."""
+    """Request the cluster's settings, before joining it. The answer is the settings."""
 
 
 class EndCluster(Struct, frozen=True, kw_only=True, tag=True):
-    """Request that all processes of the cluster end without an error. Answered by None."""
+    """Request that all processes of the cluster end without an error. The answer is None."""
 
 
 # From the scheduler.
@@ -158,14 +158,14 @@ class Elsewhere(Struct, frozen=True, kw_only=True, tag=True):
 class Promise(Struct, frozen=True, tag=True):
     """NOTICE to a server: from now on, store no prepared view of a term lower than `term`.
 
-    Answered by Promised, unless the server has promised a higher term.
+    The answer is Promised, unless the server has promised a higher term.
     """
 
     term: Term
 
 
 class PrepareView(Struct, Generic[Address], frozen=True, tag=True):
-    """NOTICE to a server: store this view without acting on it. Answered by Prepared."""
+    """NOTICE to a server: store this view without acting on it. The answer is Prepared."""
 
     view: View[Address] | ViewChange[Address]
 

@@ -56,7 +56,7 @@ class Suspects:
             self._doubts[server] = "it did not rejoin the scheduler that took over"
 
     def record_heartbeat(self, incarnation: int) -> bool | None:
-        """Record a heartbeat; return None if it was not silent, else whether the operator was notified of it."""
+        """Record a heartbeat; return None if the member was not silent, else whether the operator was notified."""
         self._doubts.pop(incarnation, None)
         return self._silent.pop(incarnation, None)
 

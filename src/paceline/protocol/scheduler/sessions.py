@@ -83,7 +83,7 @@ class Sessions:
         return [SendMessage(peer, message) for peer in peers if peer in self.connected]
 
     def welcome(self, peer: object, incarnation: int) -> tuple[Session, bool] | None:
-        """Return a member's session, and whether it continues on a new connection; None while disconnected."""
+        """Return a member's session, and whether an earlier session continues; None if the member is disconnected."""
         session = self.connected.get(peer)
         if session is None:
             return None  # the member is disconnected, and will rejoin

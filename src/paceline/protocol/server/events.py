@@ -100,7 +100,7 @@ class Clocks(Struct, frozen=True):
 
 
 class WorkerJoining(Struct, frozen=True):
-    """A worker wants to take part from iteration `clock` or later. Answered by ConfirmJoin or RejectExpelled."""
+    """A worker wants to take part from iteration `clock` or later. The answer is ConfirmJoin or RejectExpelled."""
 
     token: object
     worker: int
@@ -138,7 +138,7 @@ class WorkerTicked(Struct, frozen=True):
 class Read(Struct, frozen=True):
     """A request for the values of iteration `clock`; `buckets` are the buckets of its keys, if known.
 
-    Answered by Serve, Stale or RejectExpelled, or by Late after `deadline_s`.
+    The answer is Serve, Stale or RejectExpelled, or Late after `deadline_s`.
     """
 
     token: object

@@ -171,7 +171,7 @@ class Client:
 
         def request_remaining() -> None:
             while core.is_joining:
-                servers.newest()  # a new view comes first: its view change repeats the requests to join
+                servers.newest()  # first apply a new view, because this repeats the requests to join
                 request = servers.join_requests.pop(0)
                 connection = next(found for found in servers.connections if found.session.server == request.server)
                 clock = connection.call(messages.JoinClock(rank=self.rank, clock=request.clock), Clock)[0]

@@ -89,7 +89,7 @@ class ServerConnection:
         channel = self._transport.connect(self._target, self.hello, timeout_s=timeout_s)
         self._closed_bytes = self.byte_counts()
         self.channel = channel
-        if self.lost is not None:  # set by another thread, which has given up the connection
+        if self.lost is not None:  # the error for which another thread has given up the connection
             channel.close()
         for instruction in self.core.connected(self.session.server):
             if isinstance(instruction, Transmit):
@@ -232,7 +232,7 @@ class ServerConnection:
         self._cut()
         began, backoff = time.monotonic(), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
-            if self.lost is not None:  # set by another thread
+            if self.lost is not None:  # another thread has given up the connection
                 self._fail_all(self.lost)
                 raise self.lost
             if not self._watch.has(self.session.server):

@@ -124,7 +124,7 @@ class TableFilters:
     def order(
         self, keys: Keys, grads: Floats, dim: int, inverse: npt.NDArray[np.int32] | None
     ) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
-        """Return the keys, gradients (flat, or empty) and positions `inverse` in the order of transmission."""
+        """Return the keys, gradients (flat, or empty) and positions `inverse`, sorted if a filter needs sorted keys."""
         if not self.requests.sorts or bool((keys[1:] > keys[:-1]).all()):
             return keys, grads, inverse
         order = np.argsort(keys)

@@ -1,4 +1,4 @@
-"""View changes and reconnections while a client is idle or waits for another server.
+"""Apply views and reconnect while a client is idle or waits for another server.
 
 A separate thread handles view changes and reconnections, so that servers do not wait for the client.
 """

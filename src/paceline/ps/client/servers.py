@@ -249,7 +249,7 @@ class Servers:
                     connection.depart()
                     connection.close()
                 case Connect(server):
-                    with contextlib.suppress(AddressError, PacelineError):  # a request to this server will reconnect
+                    with contextlib.suppress(AddressError, PacelineError):  # the next request to this server reconnects
                         self._by_server[server].connect(min(self.timeout_s, _CONNECT_S))
                 case RequestJoin(_, round_):
                     current = [request for request in self.join_requests if request.round == round_]

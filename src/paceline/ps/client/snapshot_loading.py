@@ -1,4 +1,4 @@
-"""Loading of a snapshot into a new cluster.
+"""Load a snapshot into a new cluster.
 
 Each server reads its own buckets, as primary or as replica. This process reads the files for servers that have no
 access to the directory.

@@ -1,7 +1,7 @@
 """The scheduler's runtime: passes events to the core, and carries out the core's instructions.
 
-Events are frames, ends of processes, and the time. The runtime stores only the numbers and settings of tables. Members
-store all other state for the next scheduler.
+Events are received frames, ended processes, and the passing of time. The runtime stores only the numbers and settings
+of tables. Members store all other state for the next scheduler.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from paceline.transport import Header, Limits, Peer
 
 _logger = logging.getLogger(__name__)
 UNFILTERED: Final = {FILTERED_PUSH: PUSH, FILTERED_PULL: PULL, FILTERED_PUSH_PULL: PUSH_PULL}
-"""The kinds of the unfiltered frames."""
+"""Kind of a filtered frame → kind of the unfiltered frame."""
 _MAX_BODY_BYTES: Final = Limits().max_frame_bytes
 MAX_KEY_BYTES: Final = 1 << 30
 """The limit in bytes of the memory for all workers' cached keys. Above the limit the server drops all cached keys."""
