@@ -17,7 +17,7 @@ def option(help: str, *names: str, default: Any = None, panel: str | None = None
 
 
 def in_panel(panel: str, **default: Any) -> Any:
-    """Return a dataclass field of shared options that the help lists in `panel`; `default` is as for a field."""
+    """Return a dataclass field of shared options that the help lists in `panel`; `default` is passed to `field`."""
     return field(metadata={"panel": panel}, **default)
 
 

@@ -66,7 +66,7 @@ class Environment:
     nproc_per_node: int | None = None
     """``PET_NPROC_PER_NODE``: number of ranks on this machine; ``None`` for ``auto``, ``cpu`` and ``gpu``."""
     has_agent_store: bool = False
-    """``TORCHELASTIC_USE_AGENT_STORE``: torchrun itself serves at ``MASTER_PORT``."""
+    """``TORCHELASTIC_USE_AGENT_STORE``: whether torchrun itself uses ``MASTER_PORT``."""
     run_id: str | None = None
     """``TORCHELASTIC_RUN_ID`` and the number of restarts, which distinguish programs at one address."""
     is_mpirun: bool = False
@@ -105,8 +105,8 @@ class Environment:
 def available_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Return the bytes of memory available to this process, limited by the machine and its control groups.
 
-    `groups` is the mount point of control groups (version 2), `own` the file with the name of this process's group.
-    Inactive page cache of a group counts as free.
+    `groups` is the mount point of control groups (version 2), `own` the file with the name of this process's group. The
+    inactive page cache of a control group counts as free.
     """
     import psutil
 

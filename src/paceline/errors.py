@@ -81,7 +81,7 @@ class LostRowsError(PeerError):
 
 
 class DeadlineError(PeerError):
-    """A wait timed out; the message names the awaited process, the purpose and the duration."""
+    """A wait timed out. The message names the awaited process, the purpose and the duration."""
 
 
 class StaleEpochError(PeerError):

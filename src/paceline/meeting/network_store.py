@@ -114,7 +114,7 @@ class ServedStore(Handler):
             collecting.peer.send_error(collecting.header, error)
 
     def _check_key(self, key: str) -> None:
-        """Raise a PacelineError if the key must not be used, or must not be used any longer."""
+        """Raise a PacelineError if the key must not be used now."""
 
     def _collect(self, peer: Peer, header: Header, body: memoryview) -> None:
         wanted = _decode_wanted(body)

@@ -56,7 +56,7 @@ _NUM_ATTEMPTS = 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.03, 0.12
 _MAX_ANSWER_BYTES = 1 << 20
 _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
-"""The keepalive settings of TCP connections. With them the system detects the loss of a host after 40 s."""
+"""The keepalive settings of TCP connections. With these settings the system detects the loss of a host after 40 s."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):

@@ -214,7 +214,7 @@ class Planner:
         self._replicas = replicas
         self._version = 0
         self._chains: list[Chain] = []
-        self._groups: tuple[ChainGroup, ...] | None = None  # of the chains; None while they are not grouped
+        self._groups: tuple[ChainGroup, ...] | None = None  # the groups of `_chains`; None until computed
         self._is_planned = False  # the chains follow the rules for the living and silent servers
         self._living: frozenset[int] = frozenset()
         self._silent: frozenset[int] = frozenset()
@@ -274,7 +274,7 @@ class Planner:
     def start(self, servers: Mapping[int, int]) -> None:
         """Place all buckets on these servers (incarnation → rank), whose tables are empty.
 
-        Raises UsageError if the planner has started before, without servers, or if two servers have the same rank.
+        Raises UsageError if the planner has already started, if no servers are given, or if two have the same rank.
         """
         if self._version:
             raise UsageError("The buckets are already placed: start a planner only once.")

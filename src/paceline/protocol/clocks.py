@@ -30,7 +30,7 @@ class VectorClock:
     def __init__(self, num_expected: int = 0, first_clock: int = 0) -> None:
         self._clocks: dict[int, int] = {}  # every member
         self._finished: set[int] = set()  # finished members, whose clocks do not count
-        self._seen: set[int] = set()  # joined workers, each in place of a missing expected worker
+        self._seen: set[int] = set()  # expected workers that have joined
         self._num_missing = num_expected
         self._first_clock = first_clock
         self._tally: dict[int, int] = {first_clock: num_expected} if num_expected else {}  # clock → number of workers
@@ -48,7 +48,7 @@ class VectorClock:
 
     @property
     def clocks(self) -> Mapping[int, int]:
-        """Every member's clock, including finished members; a live read-only view."""
+        """Every member's clock, including finished members. The mapping is read-only and always current."""
         return MappingProxyType(self._clocks)
 
     def counts(self, worker: int) -> bool:

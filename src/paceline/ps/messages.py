@@ -308,7 +308,7 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One table's part of a frame between servers. Its body: keys (unless it is a range), then padded float32."""
+    """One table's part of a frame between servers. Its body has keys (unless it is a range), then padded float32."""
 
     table: TableNumber
     num_keys: Natural

@@ -99,7 +99,7 @@ class StreamChannel(Channel):
     def _write_sealed(self, parts: Sequence[Any]) -> int:
         """Send a frame and its authentication tag.
 
-        Each piece of a large frame is hashed while the last is in flight.
+        Each piece of a large frame is hashed while the previous piece is in flight.
         """
         seal = self._sending
         assert seal is not None
@@ -182,7 +182,7 @@ class StreamChannel(Channel):
         if header.kind == FrameKind.ERROR or header.kind == FrameKind.REFUSED:
             meta = self.receive_meta()
             if self._receiving is not None and self._body_left:
-                self.receive_into(allocate(self._body_left))  # this checks the tag, before the error is trusted
+                self.receive_into(allocate(self._body_left))  # checks the tag before the error is trusted
             if header.kind == FrameKind.REFUSED:
                 self.close()
             raise error_of(meta)

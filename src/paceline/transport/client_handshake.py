@@ -53,7 +53,7 @@ class ClientHandshake:
         self.expected_kind = FrameKind.CHALLENGE
         """The kind of the frame that the server must send next."""
         self.seals: Seals | None = None
-        """The creators and checkers of later frames' tags. None before the WELCOME, or if frames have no tags."""
+        """Create and check the tags of later frames. None before the WELCOME, or if frames have no tags."""
         self._token = token
         self._hello = hello
         self._server = hello.to or "server"

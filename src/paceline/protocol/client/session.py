@@ -250,7 +250,7 @@ class ServerSession:
         return [request for number, request in self.in_flight.items() if number not in self._blocked]
 
     def give_up_data(self) -> list[Request]:
-        """Abandon all requests except calls; return the requests to replace, in order. Ticks count as done."""
+        """Abandon all requests except calls, and complete ticks; return the requests to replace, in order."""
         given_up = []
         for number, request in list(self.in_flight.items()):
             if request.kind is RequestKind.CALL:

@@ -38,7 +38,7 @@ class MemberLedger:
         self._leases: dict[int, Lease] = {}
         self._last_lease = -1
         self._progress: Counters = {}
-        self._reports: dict[int, tuple[messages.Report, Any]] = {}  # by number, with their bodies
+        self._reports: dict[int, tuple[messages.Report, Any]] = {}  # number → report, body
         self._reported: set[Key] = set()  # the shards that have a report
         # lease → its LeaseDone, if the poster may lack reports of the shard, or an earlier LeaseDone is stored
         self._unknown: dict[int, messages.LeaseDone] = {}

@@ -59,7 +59,7 @@ PHASE: Final = StateTable(
         Transition("leading", "Rejoin", "superseded", "Superseded", when="of a later term"),
     ),
 )
-"""The phases. Events with names in lower case are conditions, which any event may complete."""
+"""The phases. Names in lower case are conditions, which may become true at any event."""
 
 
 HEARTBEATS_PER_TIMEOUT: Final = 10

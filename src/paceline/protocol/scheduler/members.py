@@ -66,8 +66,8 @@ MEMBER: Final = StateTable(
 )
 """The states of processes that register or rejoin, and the instructions about them.
 
-Names in lower case are conditions, which any event may complete: the scheduler forms a cluster, takes over, gives up a
-cluster without live servers, publishes a view, or welcomes the members of a published view.
+Names in lower case are conditions, which may become true at any event: the scheduler forms a cluster, takes over, gives
+up a cluster without live servers, publishes a view, or welcomes the members of a published view.
 """
 
 

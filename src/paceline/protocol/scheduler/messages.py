@@ -28,7 +28,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     replicas: int = 0
     """The number of copies of each row in addition to the primary's; as many servers may die without loss of data."""
     heartbeat_timeout_s: float = 10.0
-    """A member without a heartbeat for a longer time counts as dead."""
+    """A member counts as dead if it sends no heartbeat for a longer time than this."""
 
 
 SettingsType = TypeVar("SettingsType", default=Any)
@@ -47,7 +47,7 @@ class Register(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
     address: Address | None = None
     rank: Annotated[int, Meta(le=MAX_RANK)] | None = None
     is_extra: bool = False
-    """Whether a server joins a cluster that has all its servers."""
+    """Whether a server joins a cluster that already has all its servers."""
     process: ProcessIdentity | None = None
 
 

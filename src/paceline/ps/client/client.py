@@ -318,7 +318,7 @@ class Client:
     def __enter__(self) -> Client:
         """Return the client; the end of the block closes it.
 
-        Without an exception, the end of the block waits until all pushes are acknowledged, and, as :meth:`retire`,
+        Without an exception, the end of the block waits until all pushes are acknowledged, and, like :meth:`retire`,
         until the pushes of finished iterations are on all servers of their chains. The end of the block raises the
         first error. After an exception in the block, the end does not wait for other workers.
         """

@@ -43,7 +43,7 @@ class DenseTable(Table):
     ) -> Ticket:
         """Send gradients (float32 [n]) for [start, start + n), or for `keys` (uint64 [n]; equal keys are summed).
 
-        Other arguments, result and errors as :meth:`SparseTable.push`.
+        The other arguments, the result and the errors are those of :meth:`SparseTable.push`.
         """
         with self._servers.lock:
             if keys is None:

@@ -43,7 +43,7 @@ from paceline.transport import HEADER, Hello, Transport
 
 
 class Ticket:
-    """A push or pull in progress. Until it is done, do not change the arrays that you passed, nor read `out`."""
+    """A push or pull in progress. Until it is done, do not change the arrays that you passed, and do not read `out`."""
 
     __slots__ = ("_finish", "_finished", "_requests", "_result", "_servers")
 
@@ -76,7 +76,7 @@ class Ticket:
 
     def _wait(self) -> None:
         with self._servers.lock:
-            if self._finished:  # another thread has finished the ticket
+            if self._finished:  # another thread has waited for the ticket
                 return
             try:
                 for request in self._requests:

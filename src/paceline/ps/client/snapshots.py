@@ -3,8 +3,8 @@
 :class:`SnapshotCoordinator` requests each server to write the buckets that the server leads, polls the servers, and
 finally writes the manifest. Servers write rows directly to the disk.
 
-Under sequential consistency a snapshot is the state at the end of one iteration on all servers. Otherwise each bucket
-has its state at some moment while the snapshot was taken.
+Under sequential consistency a snapshot is the state at the end of one iteration on all servers. Otherwise buckets are
+copied at different moments while the snapshot is taken.
 """
 
 from __future__ import annotations

@@ -73,9 +73,9 @@ class SparseTable(Table):
     ) -> Ticket:
         """Request values; ``ticket.result()`` waits and returns them as :meth:`pull` does.
 
-        With `ahead`, the values are those of the iteration that comes `ahead` iterations after the current one. The
-        call then hides the round trip, but the values may lack this worker's own last pushes. Raises UsageError if
-        `ahead` exceeds τ, the maximum delay of the cluster's consistency.
+        With `ahead`, the values are those of the iteration that comes `ahead` iterations after the current one. So the
+        worker can compute during the round trip, but the values may lack this worker's own last pushes. Raises
+        UsageError if `ahead` exceeds τ, the maximum delay of the cluster's consistency.
         """
         with self._servers.lock:
             if type(ahead) is not int or ahead:

@@ -45,7 +45,7 @@ class TableClient(Protocol):
 
 
 class Table:
-    """One client's view of a table. Abstract: a SparseTable or a DenseTable."""
+    """A client's object for one table. This class is abstract."""
 
     def __init__(self, client: TableClient, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
         self._client = client

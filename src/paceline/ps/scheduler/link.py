@@ -39,7 +39,7 @@ from paceline.transport.backoff import Backoff
 _SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 0.25
 _LASTING_S: Final = 1.0
-"""A connection that has existed for this time was accepted by the scheduler."""
+"""If a connection has existed for this time, the scheduler has accepted it."""
 _ELSEWHERE_PAUSE_S: Final = 2.0
 """The pause between attempts while the scheduler of another cluster has the address."""
 

@@ -93,9 +93,9 @@ class Scheduler(Handler):
 
     A new scheduler takes over the cluster of a dead scheduler when members of that cluster connect. With `replaces` it
     forms no new cluster before the heartbeat timeout. With `accepts_minority` it takes over after the timeout even with
-    a minority of the former servers. `on_note` receives messages for the operator; messages about the end of a process
-    only if `reports_ends`. `on_loss` is called if buckets are lost, `fail` with an exception after which this scheduler
-    must not continue (:mod:`paceline.ps.fail_stop`).
+    a minority of the former servers. `on_note` receives messages for the operator. With `reports_ends`, it also
+    receives the ends of processes. `on_loss` is called if buckets are lost, `fail` with an exception after which this
+    scheduler must not continue (:mod:`paceline.ps.fail_stop`).
     """
 
     def __init__(

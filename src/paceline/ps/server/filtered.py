@@ -55,7 +55,7 @@ class _PeerTable:
     def decode(self, body: Bytes) -> Decoded:
         try:
             return self.requests.decode(body, self.memory, _MAX_BODY_BYTES)
-        except UsageError as error:  # an error in a user's filter
+        except UsageError as error:  # a user's filter has an error
             _logger.error("%s: the message is rejected", error)
             raise
 

@@ -166,7 +166,7 @@ class Server(Handler):
     @override
     @must_succeed
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Drop a connection. The process may live: only the scheduler declares processes dead."""
+        """Drop a connection. Its process may still live: only the scheduler declares processes dead."""
         self._answers.disconnected(peer)
         self.filters.disconnected(peer)
         self._closed.discard(peer)
@@ -240,7 +240,7 @@ class Server(Handler):
         """Handle a filtered frame.
 
         If this server lacks the keys, close the connection. The worker then resends all frames in order, with the keys.
-        A reply would not suffice: the worker may wait for another server, which waits for these frames.
+        An error reply would not suffice: the worker may be waiting for another server, which waits for these frames.
         """
         try:
             decoded, values = self.filters.decode(peer, header, meta, body)

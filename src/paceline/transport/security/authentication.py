@@ -43,7 +43,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """``scheduler``, ``server``, ``worker``, or an application's role."""
     rank: int = 0
     incarnation: int = 0
-    """A number that distinguishes a restarted process from the previous process with its rank."""
+    """A number that distinguishes a restarted process from the previous process with the same rank."""
     name: str = ""
     """The node's name, for messages."""
     extra: dict[str, int | str] = {}

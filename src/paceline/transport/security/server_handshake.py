@@ -31,7 +31,7 @@ class ServerHandshake:
 
     def __init__(self, token: str, hello: Hello, listener: str) -> None:
         self.seals: Seals | None = None
-        """The creators and checkers of later frames' tags. None before the WELCOME, or if frames have no tags."""
+        """Create and check the tags of later frames. None before the WELCOME, or if frames have no tags."""
         self.is_relayed = False
         """Whether there is a relay between the ends: both ends have a channel binding, but the bindings differ."""
         self._token = token
