@@ -1,4 +1,4 @@
-"""Convert ``torch.optim`` optimizers to equivalent update rules of servers; convert states in both directions."""
+"""Convert ``torch.optim`` optimizers to equivalent update rules, and convert their states in both directions."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _POSSIBLE = (
     "torch.optim's SGD, Adagrad, RMSprop, Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, ASGD and Rprop, with all options"
 )
 _SCALARS = ("mu_product", "eta")
-"""States with one number per parameter in torch, but one number per element in a table."""
+"""States that have one number per parameter in torch, but one number per element in a table."""
 
 
 def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
     """Return the update rule that has the same effect as an optimizer on one of its parameter groups.
 
-    The results differ only by float32 rounding. Hyperparameters may be tensors, as in torch. Options that only change
-    how torch computes (``foreach``, ``fused``, ``capturable``, ``differentiable``) are ignored.
+    The results differ only by float32 rounding. Hyperparameters may be tensors, as in torch. Options that only select
+    torch's implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``) are ignored.
 
     Raises UsageError for an optimizer without an equivalent rule: one that does not update each element separately
     (Adafactor, LBFGS, Muon), needs sparse gradients, or is not from torch. The message lists the supported optimizers.
@@ -98,13 +98,13 @@ def _adagrad(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
 
 
 def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    # In newer versions of torch, AdamW is a subclass of Adam with this option; in older versions, a class of its own.
+    # In newer versions of torch, AdamW is a subclass of Adam with this option. In older versions, it is separate.
     is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     return _same_options(AdamW if is_decoupled else Adam, _MOMENTS, "maximize amsgrad", "betas")(optimizer, group)
 
 
 def _same_options(kind: Callable[..., UpdateRule], numbers: str, flags: str = "maximize", pairs: str = "") -> _Maker:
-    """Return a function that creates a rule from options with torch's names, listed in texts separated by spaces."""
+    """Return a function that creates a rule from an optimizer's options. The texts list the options' names in torch."""
 
     def make(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
         of_pairs = {name: tuple(map(float, group[name])) for name in pairs.split()}
@@ -141,7 +141,7 @@ def state_to_torch(
 
     `planes` is float32 [num_planes, n]. `num_steps` is the step count for rules that store no count in the table.
     """
-    # The maximum is the count of each element, because all elements of a parameter are updated together.
+    # All elements of a parameter are updated together, so each has the maximum as its count.
     count = float(planes[-1].max(initial=0)) if rule.has_count else float(num_steps)
     if rule.has_count and not count:
         return {}
@@ -157,7 +157,7 @@ def state_to_torch(
 
 
 def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: int) -> npt.NDArray[np.float32]:
-    """Convert a state in torch's form to planes, float32 [num_planes, num_elements]; missing states are initialized."""
+    """Convert a state in torch's form to float32 [num_planes, num_elements]. Missing states get initial values."""
     planes = np.zeros((num_planes(rule), num_elements), np.float32)
     if isinstance(rule, Adagrad):
         planes[0] = rule.initial_accumulator
@@ -166,8 +166,8 @@ def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: i
         if found is not None:
             plane[:] = found.detach().to("cpu", torch.float32).reshape(-1).numpy()
             if isinstance(rule, Momentum) and rule.has_count:
-                # torch stores no step count. A count of 1 is enough: it only shows that the first step, without
-                # dampening, is over.
+                # torch stores no step count. Any count above 0 has the same effect, because only the first step, which
+                # has no dampening, is different.
                 planes[-1] = 1
     if rule.has_count and "step" in state:
         planes[-1] = float(state["step"])

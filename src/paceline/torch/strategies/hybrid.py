@@ -27,16 +27,16 @@ from paceline.torch.strategies.server.cluster import check_cluster, check_is_fir
 class Hybrid(AllReduce):
     """One process per device: servers store embeddings' rows, all-reduce averages the gradients of other parameters.
 
-    The default for models with Paceline's embeddings. ``optimizer.step()`` sends this rank's gradients of embeddings'
-    rows to the servers, and ends the rank's iteration. The rows of the next batch are requested during the computation
-    of the current batch. The cluster's consistency determines when servers apply gradients: on arrival under
-    ``bounded:4``, the default of ``paceline run``; averaged over the ranks, once per iteration, under ``sequential``.
+    Use it for models with Paceline's embeddings. ``optimizer.step()`` sends this rank's gradients of embeddings' rows
+    to the servers, and ends the rank's iteration. The rows of the next batch are requested during the computation of
+    the current batch. Under the consistency ``bounded:4``, the default of ``paceline run``, servers apply gradients
+    when they arrive. Under ``sequential``, servers average them over the ranks and apply them once per iteration.
 
-    Options: those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency`, `replicas` and
+    The options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency`, `replicas` and
     `min_replicas` of `ParameterServer`. `filters` (a list, or a text such as ``key-caching,quantize:8``; default:
-    ``paceline run --filters``) apply to embeddings' rows, unless an embedding has its own filters. Filters for
-    gradients also apply to the gradients that all-reduce averages. `pull_filters` apply to pulled rows (default: the
-    filters of `filters` that work on values and bytes).
+    ``paceline run --filters``) apply to embeddings' rows, unless an embedding has its own filters. Those filters that
+    support gradients also apply to the gradients that all-reduce averages. `pull_filters` apply to pulled rows
+    (default: the filters of `filters` that work on values and bytes).
 
     A model without embeddings is trained by all-reduce, with a warning on standard error.
 
@@ -76,7 +76,7 @@ class Hybrid(AllReduce):
         atexit.register(self._leave)
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
-        embedder, self.embedder = self.embedder, None  # all-reduce must not update the rows, because the servers do
+        embedder, self.embedder = self.embedder, None  # hide it from all-reduce: the servers update the rows
         if embedder is None and self.is_main:
             warn("strategy hybrid: this model has no embeddings of paceline.torch, so the servers are not used")
         spread = super()._spread(models, optimizers)
@@ -96,15 +96,15 @@ class Hybrid(AllReduce):
     @contextmanager
     @override
     def epoch(self, num_batches: int | None) -> Iterator[None]:
-        """Return a context for one epoch: this rank takes part in the servers' iterations while it has batches.
+        """Return a context for one epoch, in which this rank takes part in the servers' iterations.
 
-        The other ranks do not wait for this rank when it has no data left, evaluates, or writes a checkpoint.
+        It leaves them at the end of its data. So other ranks do not wait while it evaluates or writes a checkpoint.
         """
         if self._client is not None:
             if not self._takes_part:
                 self._client.join()
                 self._takes_part = True
-            self.barrier()  # so that the first iteration of the epoch is the same on all ranks
+            self.barrier()  # all ranks then start the epoch in the same iteration
         try:
             with super().epoch(num_batches):
                 yield

@@ -15,9 +15,9 @@ from paceline.errors import UsageError
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Return hyperparameters, a state or a user's value as JSON. Raises UsageError that names the value `where`.
+    """Convert hyperparameters, a state or a user's value to JSON. An error calls the value `where`.
 
-    Infinity, NaN and keys other than text become objects whose only key starts with a dollar sign.
+    Infinity, NaN, and dictionaries with keys other than text become objects whose only key starts with a dollar sign.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -38,7 +38,7 @@ def to_json(value: Any, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return the value that :func:`to_json` converted; its tuples are lists now."""
+    """Return the value that :func:`to_json` converted, with lists instead of tuples."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -51,7 +51,7 @@ def from_json(value: Any) -> Any:
 
 
 def like(own: Any, value: Any) -> Any:
-    """Convert a saved value to the types of the program's `own` value: tensors, tuples, counters, at every level."""
+    """Convert a saved value to the types of the program's `own` value, at every level: tensors, tuples, counters."""
     if isinstance(own, torch.Tensor):
         return torch.as_tensor(value, dtype=own.dtype, device=own.device)
     if isinstance(own, np.ndarray):

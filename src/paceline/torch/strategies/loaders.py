@@ -1,4 +1,4 @@
-"""Data loaders under a strategy: all ranks shuffle in the same order, and each rank reads its part to its device."""
+"""Divide a data loader over the ranks: all ranks shuffle in the same order, and each rank reads its part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Position:
-    """Position in an epoch: the items that no rank has received, and the generator's state at the epoch's start."""
+    """A position in an epoch: the items that no rank has received, and the generator's state at the epoch's start."""
 
     epoch: int
     remaining: Remaining
@@ -40,26 +40,26 @@ class Position:
 class Loader:
     """One rank's part of a ``torch.utils.data.DataLoader``, in batches on the strategy's device.
 
-    *Map dataset*: all options of the loader are kept. Rank r of W reads the samples r, r + W, … of each epoch, so batch
+    *Map dataset*: the loader's options stay the same. Rank r of W reads the samples r, r + W, … of each epoch, so batch
     t of all ranks together is batch t of one process with W times the batch size. The order of a shuffling loader
-    depends only on (seed, epoch), under every strategy; epochs are counted automatically. A user's own sampler or batch
-    sampler must yield the same items on every rank, and each rank takes every W-th item; its ``set_epoch`` is called. A
-    ``DistributedSampler`` for these ranks is used unchanged.
+    depends only on (seed, epoch), under every strategy. Epochs are counted automatically. A user's own sampler or batch
+    sampler must yield the same items on every rank. Each rank takes every W-th item, and calls the sampler's
+    ``set_epoch``. A ``DistributedSampler`` for these ranks is used unchanged.
 
     *Iterable dataset*: every rank reads the whole stream and takes the batches r, r + W, …. If the dataset yields each
     rank's own part already, pass ``shard=False``.
 
     A training loader (``trains=True``) has the same number of batches on all ranks: it repeats some samples at the end,
     or drops the remainder with ``drop_last``. Other loaders yield every sample exactly once, so the ranks' numbers of
-    batches may differ by one. Tensors in tuples, lists and dictionaries are moved too; on the CPU a batch is returned
+    batches may differ by one. Tensors in tuples, lists and dictionaries are moved too. On the CPU a batch is returned
     unchanged.
 
-    A training loader knows its position (:meth:`state_dict`), which checkpoints contain. After
+    Checkpoints contain the position of a training loader (:meth:`state_dict`). After
     :meth:`Strategy.load <paceline.torch.strategies.base.Strategy.load>` the next iteration yields the rest of the
     epoch: each sample that the training loop had not received, exactly once, on any number of ranks. `len` is the
     number of batches of a whole epoch.
 
-    Raises UsageError, on every rank, for a rank without a batch.
+    Raises UsageError on every rank if one rank has no batch.
     """
 
     def __init__(self, loader: Any, strategy: Strategy, *, shard: bool, trains: bool) -> None:
@@ -71,7 +71,7 @@ class Loader:
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._epoch = 0
         self._remaining = Remaining()
-        """Items of the next epoch, without those that the training loop received before the checkpoint."""
+        """The items of the next epoch that the training loop did not receive before the checkpoint."""
         self._reading: Position | None = None
         """Position in the running epoch; None between epochs."""
         self._given = loader
@@ -114,7 +114,7 @@ class Loader:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in a batch of this rank; None if the loader does not define it."""
+        """Number of samples in a batch of this rank; None if the loader has no batch size."""
         return self.inner.batch_size
 
     @property
@@ -127,9 +127,9 @@ class Loader:
         return self.inner.batch_sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, from 0; later epochs count on from this number.
+        """Set the number of the next epoch, from 0. Each later epoch has the next number.
 
-        After a checkpoint was loaded, the checkpoint's epoch continues at its position; any other epoch starts at its
+        If a checkpoint was loaded, its epoch continues at the checkpoint's position. Other epochs start at their
         beginning.
         """
         if epoch != self._epoch:
@@ -137,7 +137,7 @@ class Loader:
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the training loop: the epoch, and the number of its items that all ranks received.
+        """Return the training loop's position: the epoch, and how many of its items all ranks together have received.
 
         The batch of the current iteration counts as received. Items are samples, or batches if the loader has no batch
         size.
@@ -153,7 +153,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of :meth:`state_dict`; if the data has another length, start the epoch again.
+        """Continue at a position from :meth:`state_dict`. If the data has another length, start the epoch again.
 
         Raises ModelError if the position is not between two batches of this loader.
         """
@@ -175,7 +175,7 @@ class Loader:
 
     @property
     def _items_per_number(self) -> int:
-        """Number of samples for each number in :class:`Remaining`: the batch size for a stream, otherwise 1."""
+        """Number of samples that one number in :class:`Remaining` counts: the batch size for a stream, otherwise 1."""
         return (self.batch_size or 1) if self._is_stream else 1
 
     @property
@@ -184,7 +184,7 @@ class Loader:
         return self._size * (1 if self._is_stream else self.batch_size or 1)
 
     def _generator(self) -> torch.Generator | None:
-        """Return the generator of the user's sampler, if any. (The epoch seeds the generators of :func:`seeded`.)"""
+        """Return the generator of the user's sampler; None if it has none."""
         sampler = getattr(self._given.batch_sampler, "sampler", None) or self._given.sampler
         return getattr(sampler, "generator", None)
 
@@ -227,7 +227,7 @@ class Loader:
         return self._iterate_first(batches) if is_repeating else batches
 
     def _iterate_first(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield one batch of an epoch before the snapshot's."""
+        """Yield only one batch, because this epoch is before the snapshot's epoch."""
         yield next(batches)
         self._reading = None
 
@@ -269,7 +269,7 @@ class Loader:
         return (moved(batch, device) for batch in batches)
 
     def _prefetching(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and let the embedder fetch the next batch's rows during each computation."""
+        """Yield the batches. While the loop computes a batch, the embedder fetches the next batch's rows."""
         embedder = self._strategy.embedder
         assert embedder is not None
         nothing = object()
@@ -335,7 +335,7 @@ class Loader:
 
 def with_samplers(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> DataLoader[Any]:
     """Return a copy of a loader with other samplers."""
-    # DataLoader makes the samplers read-only, and its constructor would drop attributes of a subclass.
+    # DataLoader's samplers are read-only, so write to __dict__. A new DataLoader would lack a subclass's attributes.
     other = copy.copy(loader)
     other.__dict__.update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
     return other

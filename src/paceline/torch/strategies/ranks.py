@@ -22,7 +22,7 @@ _FAILURE = "failure of a rank"
 
 
 class Ranks:
-    """The ranks of a training. `group` (None for one rank) is used only by the strategy, not by the program."""
+    """The ranks of a training. Only the strategy uses `group` (None for one rank), not the program."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, group: Group | None = None) -> None:
         self._rank = rank
@@ -45,8 +45,8 @@ class Ranks:
     def meet(cls, timeout: timedelta = DEFAULT_TIMEOUT, *, backend: str | None = None) -> Ranks:
         """Connect the ranks that torchrun, mpirun or Slurm has started. Without RANK, this process is the only rank.
 
-        With a `backend`, the ranks connect through ``torch.distributed``, which is initialized unless the program has
-        initialized it.
+        With a `backend`, the ranks connect through ``torch.distributed``. This method initializes it if the program has
+        not done so.
         """
         settings = environment()
         # With a wrong rank, torch would wait until its timeout.
@@ -89,7 +89,7 @@ class Ranks:
         return [value] if self.group is None else self.group.all_gather_objects(value)
 
     def exchange_as(self, doing: str, value: Any) -> list[Any]:
-        """Exchange values. Raises UsageError on every rank unless all ranks pass the same `doing`, such as "saves"."""
+        """Exchange values. If the ranks pass a different `doing`, such as "saves", raises UsageError on every rank."""
         places = self.exchange([doing, value])
         for rank, (place, _) in enumerate(places):
             if place != places[0][0]:
@@ -97,7 +97,7 @@ class Ranks:
         return [value for _, value in places]
 
     def agree(self, value: Any, describe: Callable[[int, Any, Any], str]) -> None:
-        """Raise UsageError on every rank, with ``describe(rank, value, first)``, unless all values are equal."""
+        """If a value differs from rank 0's, raise UsageError on every rank: ``describe(rank, value, rank_0_value)``."""
         values = self.exchange(value)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -107,7 +107,7 @@ class Ranks:
         """Report to the other ranks that this rank ends with an exception."""
         if self.group is not None:
             text = f"rank {self.rank} has ended by {first_line(error)}"
-            with contextlib.suppress(PacelineError):  # another rank has reported first, or the store's rank has ended
+            with contextlib.suppress(PacelineError):  # another rank has reported, or the rank with the store has ended
                 self.group._world.store.set(f"{_FAILURE} {self.group._world.name}", text.encode())
 
     def failure(self) -> str | None:
@@ -128,5 +128,5 @@ class Ranks:
 
 
 def be_alone(backend: str, timeout: timedelta) -> None:
-    """Initialize ``torch.distributed`` for this process alone."""
+    """Initialize ``torch.distributed`` with this process as the only rank."""
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -1,7 +1,7 @@
-"""Track parameters with new gradients since the last step, and average gradients that torch does not average.
+"""Record parameters with new gradients since the last step, and average gradients that torch does not average.
 
-DistributedDataParallel averages gradients only in the first backward after a forward, and does not report other
-gradients. This module averages or rejects the gradients of later backwards.
+DistributedDataParallel averages gradients only in the first backward after a forward, and silently ignores others. This
+module averages or rejects the gradients of later backwards.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.errors import UsageError
 from paceline.torch.strategies.base import warn
 
 _AT_ONCE = 1 << 20  # maximum number of elements in one all-reduce, unless a parameter is larger
-_NUM_CHECKED = 256  # checked elements of each gradient; few are enough, because a NaN spreads through the layers
+_NUM_CHECKED = 256  # elements of each gradient that are checked for NaN, which usually spreads to all elements
 
 
 class Reached:
-    """Records which parameters of a model under DistributedDataParallel have new gradients, on one of several ranks."""
+    """Records on one rank which parameters of a DistributedDataParallel model have new gradients."""
 
     def __init__(self, rank: int, group: Group, model: nn.Module) -> None:
         self.model = model
@@ -55,10 +55,7 @@ class Reached:
         self._hooks = []
 
     def forward(self, *, syncs: bool) -> None:
-        """Record the start of a forward.
-
-        The backward of this forward averages gradients (`syncs`), or adds to them in ``no_sync``.
-        """
+        """Record the start of a forward. With `syncs`, its backward averages gradients. Else it only adds to them."""
         self._is_averaged, self._is_held = syncs, not syncs
         self._sums.clear()
 
@@ -66,7 +63,7 @@ class Reached:
         return parameter in self._since_step
 
     def check(self, parameters: set[nn.Parameter]) -> None:
-        """Raise UsageError if `parameters` have gradients that do not come from a backward."""
+        """Raise UsageError if `parameters` have gradients that no backward has computed."""
         own = parameters.intersection(self._parameters)
         if not self._since_step and any(parameter.grad is not None for parameter in own):
             raise UsageError(
@@ -75,7 +72,7 @@ class Reached:
             )
 
     def warn_of_non_finite(self) -> None:
-        """Warn once if the step uses a gradient of this rank that is not finite."""
+        """Warn once if this rank has contributed a gradient with NaN or infinity to the step."""
         if not self._sums or self._has_warned or math.isfinite(sum(map(Tensor.item, self._sums.values()))):
             return
         self._has_warned = True
@@ -83,7 +80,7 @@ class Reached:
             (parameter, value.item()) for parameter, value in self._sums.items() if not value.isfinite()
         )
         if not found.detach().isfinite().all():
-            return  # the value comes from an earlier step, perhaps of another rank, so do not warn
+            return  # an earlier step, perhaps by another rank's gradient, made it non-finite
         name = next(name for name, parameter in self.prepared.items() if parameter is found)
         warn(
             f"rank {self._rank}: the gradient of {name!r} contains {value}, and so does the mean over the ranks in "
@@ -120,7 +117,7 @@ class Reached:
 
 
 def refuse_steps_in_backward(rank: int, model: nn.Module, before: Any = None) -> Any:
-    """Make optimizers of `model` reject steps within backward, in place of the hook `before`; return the new handle."""
+    """Make optimizers of `model` reject steps within backward. Replace the hook `before`; return the new hook."""
     if before is not None:
         before.remove()
     own = {id(parameter) for parameter in model.parameters()}
@@ -139,7 +136,7 @@ def refuse_steps_in_backward(rank: int, model: nn.Module, before: Any = None) ->
 
 @torch.no_grad()
 def average_gradients(group: Group, parameters: list[nn.Parameter]) -> None:
-    """Average gradients over all ranks. A missing gradient counts as zero if another rank has the gradient."""
+    """Average gradients over all ranks. If only some ranks have a gradient, it counts as zero on the others."""
     flags = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
     is_present = group.all_reduce(flags, "max").tolist()
     average_present(group, [parameter for parameter, has in zip(parameters, is_present, strict=True) if has])
@@ -151,7 +148,7 @@ def average_present(
     gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad,
     set_gradient: Callable[[nn.Parameter, Tensor], None] = lambda parameter, grad: setattr(parameter, "grad", grad),
 ) -> None:
-    """Average the gradients of all `parameters` over all ranks; a missing gradient counts as zero."""
+    """Average the gradients of all `parameters` over all ranks. A missing gradient counts as zero."""
     chunk: list[nn.Parameter] = []
     for parameter in parameters:
         if chunk and sum(member.numel() for member in chunk) + parameter.numel() > _AT_ONCE:

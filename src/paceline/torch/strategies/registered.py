@@ -1,4 +1,4 @@
-"""The states of a program's own objects, for checkpoints and for new ranks."""
+"""Save and load the states of a program's own objects, for checkpoints and for new ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.errors import UsageError
 from paceline.torch.strategies.json_values import like, to_json
 
 _TENSOR: Final = "$tensor"
-"""Key of the object that stands for a tensor."""
+"""Key of the JSON object that represents a tensor."""
 
 
 class _GeneratorState:
-    """A generator of random numbers with the methods of a module."""
+    """Gives a ``torch.Generator`` the methods ``state_dict()`` and ``load_state_dict()``."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -42,22 +42,22 @@ class RegisteredStates:
                 f"register_state({name!r}): got an object of type {type(state).__name__}, expected one with "
                 "state_dict() and load_state_dict(), or a torch.Generator"
             )
-        _encode(name, known, {})  # raises UsageError now, and not at the first checkpoint
+        _encode(name, known, {})  # raise UsageError now, not at the first checkpoint
         self._objects[name] = known
 
     def encode(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return all states as JSON values by name, and their tensors by the names that these values contain."""
+        """Return all states as JSON values by name, and the tensors by the names in these JSON values."""
         tensors: dict[str, torch.Tensor] = {}
         return {name: _encode(name, known, tensors) for name, known in self._objects.items()}, tensors
 
     def load(self, states: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load the states that :meth:`encode` returned, decoded from JSON; unknown names are ignored."""
+        """Load states from :meth:`encode`, after JSON was decoded. Unknown names are ignored."""
         for name, known in self._objects.items():
             if name in states:
                 known.load_state_dict(like(known.state_dict(), _with_tensors(states[name], tensors)))
 
     def check_complete(self, names: Mapping[str, Any]) -> None:
-        """Raise UsageError if another rank has registered further names."""
+        """Raise UsageError if another rank has registered names that this rank has not."""
         missing = ", ".join(repr(name) for name in names if name not in self._objects)
         if missing:
             raise UsageError(f"the other ranks have registered {missing}: call register_state() before the loop")
@@ -68,7 +68,7 @@ def _encode(name: str, known: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _without_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` with the names of its tensors in their places, and add the tensors to `tensors`."""
+    """Return `value` with names instead of tensors, and add its tensors to `tensors` under these names."""
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach()
@@ -83,6 +83,6 @@ def _without_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         if _TENSOR in value:
-            return tensors[value[_TENSOR]].clone()  # with its own memory, because generators ignore a tensor's offset
+            return tensors[value[_TENSOR]].clone()  # copy it, because generators ignore a tensor's offset
         return {key: _with_tensors(item, tensors) for key, item in value.items()}
     return [_with_tensors(item, tensors) for item in value] if isinstance(value, list) else value

@@ -15,11 +15,10 @@ from paceline.protocol.leases import Remaining
 
 
 class ShardedSampler(Sampler[Any]):
-    """Every `size`-th item of another sampler, starting at number `rank`: indices, or batches of indices.
+    """Yields every `size`-th item (index or batch of indices) of another sampler, starting at number `rank`.
 
-    Only the `remaining` items of the other sampler are used. An incomplete last group of `size` items is dropped
-    (`drop_last`), filled up with the first items, or, with ``pads=False``, shared without repetition, so that some
-    ranks get no item.
+    It uses only the `remaining` items of the other sampler. With `drop_last`, a last group of less than `size` items is
+    dropped. Otherwise it is filled up with the first items or, with ``pads=False``, some ranks get no item.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ShardedSampler(Sampler[Any]):
 
 
 class SeededSampler(Sampler[Any]):
-    """One of torch's samplers, which draws the same items in every process: from the seed and the epoch's number."""
+    """A torch sampler whose items depend only on the seed and the epoch, so that all processes draw the same items."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self.sampler = copy.copy(sampler)
@@ -79,7 +78,7 @@ class SeededSampler(Sampler[Any]):
 
 
 def set_epoch(sampler: Any, epoch: int) -> None:
-    """Set the epoch's number of a sampler, or of its inner sampler, if it has ``set_epoch``."""
+    """Call ``set_epoch`` of a sampler or of its inner sampler, if one has this method."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     elif hasattr(sampler, "sampler"):
@@ -87,10 +86,10 @@ def set_epoch(sampler: Any, epoch: int) -> None:
 
 
 def seeded(sampler: Any, seed: int) -> Any:
-    """Return a sampler that draws the same items in every process: `sampler` itself unless it uses global state.
+    """Return a sampler that draws the same items in every process.
 
-    A shuffling loader's order then depends only on the seed and the epoch. A user's sampler without a ``generator`` is
-    unchanged.
+    A shuffling sampler of torch, or any sampler whose ``generator`` is None, draws from the seed and the epoch. Other
+    samplers are unchanged.
     """
     if type(sampler) is BatchSampler:
         inner = seeded(sampler.sampler, seed)
@@ -102,7 +101,7 @@ def seeded(sampler: Any, seed: int) -> Any:
 
 
 def is_sharded(sampler: Any, rank: int, size: int) -> bool:
-    """Return whether a sampler yields only this rank's part. Raises UsageError for a part of other ranks."""
+    """Return whether a sampler yields only this rank's part. Raises UsageError if it is for another rank or size."""
     if isinstance(sampler, BatchSampler):
         sampler = sampler.sampler
     if not isinstance(sampler, DistributedSampler):

@@ -1,4 +1,4 @@
-"""Checkpoints that a training writes by itself, and from which it continues after a restart of all its ranks."""
+"""Write checkpoints at regular times during a training. After a restart of all ranks, continue from the last one."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy
 
 _CHECK_EVERY: Final = 8
-"""Batches between two agreements of the ranks on whether a snapshot is due."""
+"""Every this many batches, the ranks decide together whether a snapshot is due."""
 
 
 class Snapshots:
-    """The snapshots of one training loop, in one directory. All ranks make the same calls.
+    """Writes and loads the snapshots of one training loop, in one directory. All ranks must make the same calls.
 
     A snapshot is a checkpoint of :meth:`Strategy.save <paceline.torch.strategies.base.Strategy.save>`. After a restart
-    the script runs from its beginning. In each epoch before the snapshot's, its loop gets one batch, so that the
-    variables of the loop have values. The snapshot replaces the effects of these batches.
+    the script runs from its beginning. In each epoch before the snapshot's epoch, the loop gets one batch, so that its
+    variables have values. Loading the snapshot then replaces the effects of these batches.
     """
 
     def __init__(self, directory: str | os.PathLike[str], every_s: float) -> None:
-        self.directory = Path(directory).absolute()  # a script may change the current folder
+        self.directory = Path(directory).absolute()  # a script may change the current folder later
         self._every_s = every_s
         self._saved_at_s = time.monotonic()
         self._is_first = True
         self._epoch: int | None = None
         """The snapshot's epoch, until the snapshot is loaded; None without a snapshot."""
         self.is_repeating = False
-        """Whether the loop is in an epoch before the snapshot's. Then ranks must not write files."""
+        """Whether the loop is in an epoch before the snapshot's epoch. In such an epoch, ranks must not write files."""
 
     def resume(self, strategy: Strategy, epoch: int) -> bool:
-        """Load the snapshot if it is of this `epoch`; return whether it is of a later one.
+        """Load the snapshot if it was written in this `epoch`. Return whether it was written in a later epoch.
 
         Raises UsageError for a training with several loaders, and the errors of ``Strategy.load``.
         """
@@ -55,7 +55,7 @@ class Snapshots:
         return self.is_repeating
 
     def disable_resume(self) -> None:
-        """Do not load a snapshot, because this process receives its state from other ranks."""
+        """Prevent loading a snapshot, because this process receives its state from other ranks."""
         self._is_first = False
 
     def _find(self, strategy: Strategy) -> int | None:
@@ -84,7 +84,7 @@ class Snapshots:
             print(text, file=sys.stderr, flush=True)
 
     def save_if_due(self, strategy: Strategy, num_batches: int) -> None:
-        """Write a snapshot between two batches if the last one is old. `num_batches` is equal on all ranks."""
+        """Between two batches, write a snapshot if it is due. `num_batches` is equal on all ranks."""
         if num_batches % _CHECK_EVERY:
             return
         is_due = time.monotonic() - self._saved_at_s >= self._every_s

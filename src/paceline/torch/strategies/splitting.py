@@ -1,4 +1,4 @@
-"""Split a batch into parts, and join the parts' outputs, given as flat lists of a pytree's leaves. Pure."""
+"""Split a batch into parts, and join the parts' outputs. Batches and outputs are flat lists of leaves. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.errors import UsageError
 
 
 def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
-    """Return the leaves of each part: every tensor split along dimension 0 by ``torch.chunk``, other values repeated.
+    """Split every tensor along dimension 0 by ``torch.chunk``. Return the leaves of each part.
 
-    There may be fewer parts than `num_parts` (10 rows in 8 parts are 2,2,2,2,2), but no empty part. Tensors without
-    dimensions go to every part; if no tensor has a dimension, there is one part. Raises UsageError for unequal sizes
-    and an empty batch.
+    There may be fewer parts than `num_parts` (10 rows in 8 parts are 2,2,2,2,2), but no empty part. Every part gets the
+    tensors without dimensions and the other values. If no tensor has a dimension, there is one part. Raises UsageError
+    for unequal sizes and an empty batch.
     """
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not shapes:
@@ -49,7 +49,7 @@ def num_rows(part: Sequence[Any]) -> int | None:
 
 
 def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -> None:
-    """Raise UsageError unless the parts' outputs, for `sizes` examples, can be joined along dimension 0."""
+    """Raise UsageError if the outputs of the parts, which have `sizes` examples, cannot be joined along dimension 0."""
     for column in zip(*parts, strict=True):
         first = column[0]
         if isinstance(first, torch.Tensor):
@@ -71,9 +71,9 @@ def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -
 
 
 def gather(column: Sequence[torch.Tensor], device: torch.device, shares: Sequence[float] = ()) -> torch.Tensor:
-    """Return the tensors of all parts joined on `device`. Raises UsageError for unequal integers.
+    """Join the tensors of all parts on `device`. Raises UsageError for integers that differ.
 
-    A number, such as a loss, becomes the mean over the examples; `shares` are the parts' fractions of the batch.
+    Numbers, such as losses, become their mean over the examples. `shares` are the parts' fractions of the batch.
     """
     moved = [tensor.to(device, non_blocking=tensor.is_cuda and device.type == "cuda") for tensor in column]
     if moved[0].dim():

@@ -1,4 +1,4 @@
-"""Average gradients over the samples of an elastic group. If a rank dies, backward averages them again."""
+"""Average gradients over the samples of an elastic group. If a rank dies, backward repeats the average without it."""
 
 # No `from __future__ import annotations`: PyTorch compares the annotations of a hook with types, not with text.
 from dataclasses import dataclass
@@ -19,28 +19,28 @@ from paceline.torch.strategies.elastic.steps import ElasticSteps
 @dataclass
 class _Mean:
     local: Tensor
-    """This rank's values, on the CPU. The values stay unchanged, to be averaged again if a rank dies."""
+    """This rank's values, on the CPU. They do not change, because the average is repeated if a rank dies."""
     mean: Tensor
     """The mean over the ranks, on the CPU."""
-    ticket: Optional[CollectiveTicket] = None  # noqa: UP045  (no postponed annotations: see above)
+    ticket: Optional[CollectiveTicket] = None  # noqa: UP045  (see the comment above)
 
 
 @dataclass
 class _Bucket:
     gradients: list[tuple[Tensor, Tensor]]
-    """Each parameter and its part of `buffer`; empty without a global batch."""
+    """The parameters, each with its part of `buffer`; empty without a global batch."""
     buffer: Tensor
-    """DistributedDataParallel's memory, which receives the mean."""
+    """DistributedDataParallel's memory of the bucket, to which the mean is written."""
     value: _Mean
-    """`value.mean` is `buffer` itself, unless the buffer is on another device."""
+    """`value.mean` is `buffer` itself if the buffer is on the CPU."""
     future: Future[Tensor]
 
 
 class ElasticGradients:
-    """The gradients of one model. Backward ends when all ranks that are still alive have the same mean.
+    """Averages the gradients of one model. Backward ends when all living ranks have the same mean.
 
-    The mean is over samples: a rank's gradients are weighted by the number of samples in its batches. If a step has
-    several batches, the gradients of each batch except the last are added to `_earlier`, and then set to zero.
+    The mean is over samples: each rank's gradients have the number of its samples as weight. If a step has several
+    batches, the gradients of all batches except the last are added to `_earlier`, and the optimizer gets zeros.
     """
 
     def __init__(self, group: ElasticGroup, model: nn.Module, steps: ElasticSteps) -> None:
@@ -49,24 +49,24 @@ class ElasticGradients:
         self._steps = steps
         self._buckets: list[_Bucket] = []
         self._weight = _Mean(torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
-        """The sum of the weights of this rank's batches in the step, and the mean of these sums over the ranks."""
+        """The total weight of this rank's batches in the step, and its mean over the ranks."""
         self._batch_weight = 1.0
         self._batch = -1
         """The number of the last batch with gradients."""
         self._earlier: dict[Tensor, Tensor] = {}
         """The weighted gradients of earlier batches of the step; empty in its first batch."""
         self._local: dict[int, Tensor] = {}
-        """Memory of the local gradients by bucket, for the next backward pass."""
+        """Memory for copies of this rank's gradients, by bucket; each backward pass uses it again."""
 
     def hook(self, _: Any, bucket: GradBucket) -> Future[Tensor]:
-        """Average a bucket: the hook of ``DistributedDataParallel.register_comm_hook``."""
+        """Start to average a bucket. DistributedDataParallel calls this hook for every bucket."""
         if bucket.index() == 0:
             self._begin()
         buffer = bucket.buffer().detach()
         has_steps = self._steps.global_batch is not None
         gradients = list(zip(bucket.parameters(), bucket.gradients(), strict=True)) if has_steps else []
         if not self._batch_weight:
-            buffer.zero_()  # not a product with 0, because infinity times 0 is NaN
+            buffer.zero_()  # instead of a product with 0: infinity times 0 is NaN
         elif self._batch_weight != 1.0:
             buffer.mul_(self._batch_weight)
         if self._earlier:
@@ -90,7 +90,7 @@ class ElasticGradients:
 
     def _begin(self) -> None:
         """Begin a backward pass."""
-        self._buckets = []  # the previous backward pass may have been interrupted
+        self._buckets = []  # drop the buckets of an interrupted backward pass
         self._batch_weight = self._steps.take_weight()
         if self._steps.is_first_batch:
             self._earlier = {}
@@ -115,12 +115,12 @@ class ElasticGradients:
             value.ticket = self._group.start_mean(value.local, value.mean)
 
     def _finish(self) -> None:
-        """Wait for all buckets, or average them again after the death of a rank."""
+        """Wait for the averages of all buckets. After the death of a rank, compute them again."""
         values = [self._weight, *(bucket.value for bucket in self._buckets)]
         is_repeated = False
 
         def average(group: Group) -> Optional[list[Tensor]]:  # noqa: UP045
-            """Average the values over `group`, and return rank 0's buffers; None if samples of the step are missing."""
+            """Average the values over `group`. Return rank 0's buffers, or None if samples of the step are missing."""
             nonlocal is_repeated
             is_first, is_repeated = not is_repeated, True
             if self._steps.lacks(self._group.members):
@@ -140,7 +140,7 @@ class ElasticGradients:
             return
         for tensor, value in zip(self._floating_buffers(), shared, strict=True):
             tensor.copy_(value)
-        # All weights are zero if the only ranks with samples have died. Then all gradients are zero too.
+        # If all ranks with samples have died, all weights and all gradients are zero. Avoid a division by zero.
         weight = self._weight.mean.item() or 1.0
         self._earlier = {}
         for bucket in self._buckets:
@@ -151,7 +151,7 @@ class ElasticGradients:
         self._return()
 
     def _keep(self) -> None:
-        """Keep the gradients for the next batch of the step; the optimizer gets zeros."""
+        """Store the gradients for the next batch of the step, and give zeros to the optimizer."""
         for bucket in self._buckets:
             bucket.buffer.copy_(bucket.value.local)
             for parameter, gradient in bucket.gradients:

@@ -22,15 +22,15 @@ from paceline.torch.strategies.sampling import is_sharded, seeded, set_epoch
 
 
 class ElasticLoader(Loader):
-    """A loader whose ranks change between two batches. See :class:`~paceline.torch.strategies.loaders.Loader`.
+    """A :class:`~paceline.torch.strategies.loaders.Loader` for ranks that may die or join between two batches.
 
-    Each item of an epoch is in exactly one committed step. Items of a rank that died before their step was committed
-    come again, on the other ranks. A rank without an item at the end of an epoch gets another rank's item, which has no
-    effect on the gradient. A newcomer's loader yields one batch of each epoch that is over, so that the training
-    loop's variables have values. The state that the newcomer receives later replaces the effects of these batches.
+    Each item of an epoch is in exactly one committed step. If a rank dies before its step is committed, the other ranks
+    get its items. At the end of an epoch, a rank without an item gets another rank's item, which has no effect on the
+    gradient. A newcomer's loader yields one batch of each epoch that is over, so that the training loop's variables
+    have values. The state that the newcomer receives later replaces the effects of these batches.
 
-    The global batch is the number of items in a step on all ranks together; the last step of an epoch has the rest. If
-    a rank's part of a step is larger than its batch size, the step has several batches.
+    The global batch is the number of items in a step on all ranks together. The last step of an epoch may have fewer.
+    If a rank's part of a step is larger than its batch size, the step has several batches.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ElasticLoader(Loader):
         self._training = training
         self._is_shared = shard
         self._leases: EpochLeases | None = None
-        """The items of the running epoch by rank; None between epochs, and on a newcomer before it joins."""
+        """Assigns the items of the running epoch to ranks; None between epochs, and before this rank joins."""
         if trains and training.has_step_times and strategy.loaders:
             raise UsageError("--drop-stragglers, --balance: several training loaders are not supported. Leave them out")
         if trains and is_sharded(loader.sampler, self._rank, self._size):
@@ -53,7 +53,7 @@ class ElasticLoader(Loader):
         self._per_step = self._choose_step(training.steps.global_batch) if trains else None
 
     def _choose_step(self, global_batch: int | None) -> int | None:
-        """Return the size of a step in samples, or in batches of a stream; None for one batch per rank."""
+        """Return the size of a step in samples, or in batches for a stream; None: each rank has one batch."""
         if global_batch is None:
             return None
         if self.batch_size is None:
@@ -72,12 +72,12 @@ class ElasticLoader(Loader):
 
     @property
     def _per_rank(self) -> int:
-        """The largest size of a rank's batch in samples, or in batches of a stream."""
+        """The largest size of a rank's batch in samples; for a stream 1, because it counts batches."""
         return 1 if self._is_stream else self.batch_size or 1
 
     @override
     def __len__(self) -> int:
-        """Return the number of batches of an epoch with the present ranks. Raises TypeError without a length."""
+        """Return the number of batches per epoch for the current ranks. Raises TypeError for data without a length."""
         if not self._trains:
             return super().__len__()
         length = self._num_items()
@@ -100,7 +100,7 @@ class ElasticLoader(Loader):
         return super().__iter__()
 
     def _take_place(self) -> None:
-        """Take the part of the data that belongs to this rank now."""
+        """Select the part of the data for this rank's current number."""
         if self._is_shared:
             self._rank, self._size = self._strategy.data_place
         if not self._is_stream:
@@ -108,7 +108,7 @@ class ElasticLoader(Loader):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as in :meth:`Loader.state_dict`; with a global batch, after the last complete step."""
+        """Return the position as :meth:`Loader.state_dict` does. A global batch that is not complete does not count."""
         self._training.steps.settle()
         if self._leases is not None and self._reading is not None:
             has_steps = self._per_step is not None
@@ -154,7 +154,7 @@ class ElasticLoader(Loader):
             has_yielded = self._training.has_computed_alone = True
 
     def _iterate_joined(self, epoch: int) -> Iterator[Any]:
-        """Yield batches until the end of the epoch, or until this rank is left out as a straggler."""
+        """Yield batches until the epoch ends or this rank is excluded as a straggler."""
         leases = self._leases = EpochLeases(self._remaining)
         position = self._reading = Position(epoch, self._remaining, self._generator_state())
         self._epoch, self._remaining = epoch + 1, Remaining()
@@ -166,7 +166,7 @@ class ElasticLoader(Loader):
         is_repeating = snapshots is not None and snapshots.is_repeating
         num_steps = 0
         while True:
-            self._training.steps.settle()  # newcomers receive the position without these leases
+            self._training.steps.settle()  # end these leases before newcomers receive the position
             if not is_repeating:
                 self._training.admit_newcomers(epoch)
             if not self._training.has_joined:
@@ -189,7 +189,7 @@ class ElasticLoader(Loader):
         self._training.end_epoch(self, epoch)
 
     def _rounds(self, leases: EpochLeases, position: Position) -> Iterator[tuple[Any, StepRound[Any]]]:
-        """Return this rank's batches from the current position, each with its round (one batch of every rank)."""
+        """Return this rank's batches from the current position on. The round of a batch has one batch of every rank."""
         loader = self._given
         rank, size = self._strategy.data_place
         missing = None if self._per_step is None else self._per_step - leases.num_held
@@ -198,7 +198,7 @@ class ElasticLoader(Loader):
             drop_last=loader.drop_last, shares=self._training.division[1],
         )  # fmt: skip
         remaining = leases.remaining
-        self._set_generator(position.generator)  # so that the sampler draws the same items again
+        self._set_generator(position.generator)  # the sampler then draws the same items again
         if self._is_stream:
             set_epoch(loader.dataset, position.epoch)
             source = (batch for number, batch in enumerate(loader) if number in remaining)
@@ -216,7 +216,7 @@ class ElasticLoader(Loader):
         return batch if device.type == "cpu" else moved(batch, device)
 
     def _weight_of(self, dealt: StepRound[Any], batch: Any) -> float:
-        """Return the number of samples in this rank's batch, divided by the batch size; 0 for another rank's item."""
+        """Return the batch's number of samples divided by the batch size; 0 if it has only another rank's item."""
         if not dealt.num_own:
             return 0.0
         if self._is_stream or self._given.batch_sampler is None:
@@ -227,7 +227,7 @@ class ElasticLoader(Loader):
 
 
 class _RoundSampler(Sampler[Any]):
-    """A rank's batches of indices. The round of each batch is appended to `rounds`, because a loader reads ahead."""
+    """Yields a rank's batches of indices. It stores their rounds in `rounds`, because a DataLoader reads ahead."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ _ALIGNMENT: Final = 16
 
 
 def broadcast_copies(group: Group, tensors: Sequence[torch.Tensor], root: int) -> list[torch.Tensor]:
-    """Return the tensors of the rank `root`, on the CPU, by one message; the given tensors stay unchanged."""
+    """Return copies of the tensors of the rank `root`, on the CPU. Send all tensors in one message."""
     if not tensors:
         return []
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
@@ -36,7 +36,7 @@ def broadcast_copies(group: Group, tensors: Sequence[torch.Tensor], root: int) -
 
 
 class TransferredState:
-    """The state of a strategy's training on one rank."""
+    """A copy of a training's state: sent by one rank, received and loaded by newcomers."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -48,7 +48,7 @@ class TransferredState:
     def share(self, group: Group, source: int) -> None:
         """Receive the state of the rank `source`.
 
-        Every rank of the group calls this, and repeats it after a failure.
+        Every rank of the group must call this method, and repeat the call after a failure.
         """
         strategy, is_source = self._strategy, group.rank == source
         assert strategy.module is not None
@@ -91,7 +91,7 @@ class TransferredState:
         )
 
     def load(self) -> None:
-        """Make the received state the state of this rank."""
+        """Load the received state into this rank's model, optimizers, schedulers and loaders."""
         strategy = self._strategy
         strategy._scatter_values(self._values)
         for number, (optimizer, groups) in enumerate(

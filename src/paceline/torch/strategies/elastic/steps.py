@@ -1,4 +1,4 @@
-"""One rank's record of the current step: its samples, the leases of all ranks, and whether the step is complete."""
+"""Record one rank's current step: its samples, the leases (items given to ranks), and whether it is complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.protocol.leases import EpochLeases
 
 
 class ElasticSteps:
-    """The steps of a training. A step ends with an exchange of gradients, after one or more batches.
+    """Records the steps of a training. A step has one or more batches and ends with an exchange of gradients.
 
     `global_batch` is the constant number of samples in a step; None if a step has one batch of each rank.
     """
@@ -16,21 +16,21 @@ class ElasticSteps:
     def __init__(self, global_batch: int | None) -> None:
         self.global_batch = global_batch
         self.num_batches = 0
-        """Number of batches that this rank received."""
+        """Number of batches that this rank has received."""
         self.is_first_batch = True
-        """Whether the last batch was the first one of its step."""
+        """Whether the current batch is the first batch of its step."""
         self.is_last_batch = True
         """Whether the ranks exchange gradients after this batch; always True without a global batch."""
         self.is_complete = True
-        """Whether the gradients are those of a complete step, so that the optimizer may use them."""
+        """Whether the step is complete, so that the optimizer may use the gradients."""
         self.has_exchanged = False
-        """Whether there was an exchange of gradients."""
+        """Whether the ranks have ever exchanged gradients."""
         self._weight = 1.0
         self._is_weight_taken = True
         self._leases: dict[Hashable, EpochLeases] = {}
         """The leases of the running epochs, by loader."""
         self._contributors: set[int] | None = None
-        """Incarnations of the ranks in all exchanges since the last :meth:`settle`; None if there was no exchange."""
+        """The ranks (incarnations) that took part in every exchange since the last :meth:`settle`; None without one."""
 
     def begin_epoch(self, loader: Hashable, leases: EpochLeases) -> None:
         self._leases[loader] = leases
@@ -40,11 +40,11 @@ class ElasticSteps:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step has begun."""
+        """Whether this rank is between two steps."""
         return all(leases.is_idle for leases in self._leases.values())
 
     def receive(self, weight: float, *, is_last: bool) -> None:
-        """Record that this rank receives a batch. `weight` is its number of samples divided by the batch size.
+        """Record that this rank receives a batch. `weight` is the batch's number of samples divided by the batch size.
 
         Call this method before the lease of the batch's items begins.
         """
@@ -57,12 +57,12 @@ class ElasticSteps:
             self.is_last_batch, self.is_complete = is_last, False
 
     def take_weight(self) -> float:
-        """Return the weight of this rank's batches since its last gradients; the next batch starts a new sum."""
+        """Return the total weight of this rank's batches since the last call."""
         self._is_weight_taken = True
         return self._weight
 
     def lacks(self, contributors: Collection[int]) -> bool:
-        """Return whether a global batch lacks samples, because a rank with a part of it does not contribute."""
+        """Return whether samples of the global batch belong to ranks that are not among the contributors."""
         return self.global_batch is not None and any(leases.lacks(contributors) for leases in self._leases.values())
 
     def exchanged(self, contributors: Collection[int], *, is_complete: bool) -> None:
@@ -71,7 +71,7 @@ class ElasticSteps:
         self._contributors = set(contributors).intersection(self._contributors or contributors)
 
     def settle(self) -> None:
-        """After an exchange, end the leases of ranks that did not contribute, and all leases after a complete step."""
+        """After an exchange, end the leases of ranks that did not contribute. After a complete step, end all leases."""
         if self._contributors is None:
             return
         contributors, self._contributors = self._contributors, None

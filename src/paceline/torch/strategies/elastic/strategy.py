@@ -41,7 +41,7 @@ _UNSUPPORTED = ("join", "compression", "filters", "sync_batch_norm", "find_unuse
 
 
 class _ElasticRanks(Ranks):
-    """The present ranks of an elastic training. A newcomer is alone until it joins."""
+    """The current ranks of an elastic training. Before it joins, a newcomer is the only rank of its own group."""
 
     def __init__(self, group: ElasticGroup, local_rank: int) -> None:
         # ElasticGroup has the methods of Group that all-reduce uses.
@@ -51,7 +51,7 @@ class _ElasticRanks(Ranks):
     @property
     @override
     def rank(self) -> int:
-        # A newcomer has no rank 0 until it joins, because rank 0 prints and writes.
+        # Before it joins, a newcomer must not be rank 0, because rank 0 prints and writes.
         return self._elastic.rank if self._elastic.quorum else max(self.local_rank, 1)
 
     @property
@@ -63,16 +63,16 @@ class _ElasticRanks(Ranks):
 class ElasticAllReduce(AllReduce):
     """All-reduce over ranks that may die, and join, during the training.
 
-    If a rank dies, the other ranks average their gradients again without it. The mean is over the samples of all ranks
-    that are present. A new rank takes part after the step in which it arrives. Before that, its loop computes one batch
-    of each earlier epoch alone. Then the new rank receives the other ranks' parameters, buffers, optimizers, schedulers
-    and position in the data. Other variables of its loop have their first values.
+    If a rank dies, the other ranks average their gradients again without it. The mean is over the samples of all
+    current ranks. A new rank first computes one batch of each earlier epoch alone. Then it receives the other ranks'
+    parameters, buffers, optimizers, schedulers and position in the data, and takes part from the next step on. Other
+    variables of its loop have their initial values.
 
-    `global_batch` is the number of samples in a step on all ranks together; default: ``paceline run --global-batch``,
-    or one batch of each rank. The ranks divide it, and accumulate gradients over several batches if a rank's part is
-    larger than its batch size. Until the step is complete, gradients are zero after ``backward()``, and the steps of
-    optimizers and schedulers have no effect. If a rank dies, the other ranks compute its samples in the same step. With
-    `balance`, or ``paceline run --balance``, the parts are in proportion to the ranks' speeds.
+    `global_batch` is the number of samples in a step on all ranks together (default: ``paceline run --global-batch``,
+    or one batch of each rank). The ranks divide these samples. If a rank's part is larger than its batch size, it
+    accumulates gradients over several batches. Until the step is complete, gradients are zero after ``backward()``, and
+    the steps of optimizers and schedulers have no effect. If a rank dies, the other ranks compute its samples in the
+    same step. With `balance`, or ``paceline run --balance``, the parts are in proportion to the ranks' speeds.
 
     Other options: those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, except `join`, `compression`,
     `filters`, `sync_batch_norm`, `find_unused_parameters` and `static_graph`.
@@ -94,7 +94,7 @@ class ElasticAllReduce(AllReduce):
         self._training = ElasticTraining(self, self._elastic, self._steps)
         if self._elastic.has_state:
             self._elastic.enter()
-            self._elastic.barrier()  # so that the contributors are all ranks
+            self._elastic.barrier()  # an exchange, after which all ranks are contributors
 
     @override
     def _meet(self, timeout: timedelta, backend: str) -> Ranks:
@@ -105,12 +105,12 @@ class ElasticAllReduce(AllReduce):
 
     @property
     def has_joined(self) -> bool:
-        """Whether this process takes part in the training; False before a newcomer's first shared step."""
+        """Whether this process takes part in the training; False for a newcomer that has not joined."""
         return self._training.has_joined
 
     @property
     def is_step_complete(self) -> bool:
-        """Whether the last ``backward()`` completed a step; False while a global batch needs more batches."""
+        """Whether the last ``backward()`` completed a step; False if the global batch needs more batches."""
         return self._steps.is_complete
 
     @property
@@ -125,7 +125,7 @@ class ElasticAllReduce(AllReduce):
         prepared = super().prepare(*given, **named)
         for scheduler in self.schedulers[num_schedulers:]:
             self._delay_steps(scheduler)
-        TransferredState(self).describe()  # raises UsageError now, and not when the first newcomer joins
+        TransferredState(self).describe()  # raise UsageError now, not when a newcomer joins
         return prepared
 
     @override
@@ -141,7 +141,7 @@ class ElasticAllReduce(AllReduce):
         return super()._spread(models, optimizers)
 
     def _delay_steps(self, stepper: Any) -> None:
-        """Make the ``step()`` of an optimizer or scheduler do nothing until the global batch is complete."""
+        """Replace ``step()`` of an optimizer or scheduler: it does nothing until the global batch is complete."""
         if self._steps.global_batch is None:
             return
         original = stepper.step
@@ -154,7 +154,7 @@ class ElasticAllReduce(AllReduce):
 
         if isinstance(stepper, Optimizer):
             stepper.step = types.MethodType(step, stepper)  # type: ignore[method-assign]  # torch reads its function
-        else:  # not an attribute: a scheduler's state_dict() would contain the attribute
+        else:  # a scheduler's state_dict() would contain an attribute
             stepper.__class__ = type(type(stepper).__name__, (type(stepper),), {"step": step})
 
     @contextlib.contextmanager
@@ -194,7 +194,7 @@ class ElasticAllReduce(AllReduce):
 def _connect(timeout: timedelta, balanced_batch: int | None) -> ElasticGroup:
     """Connect to the coordinator in the launcher. Raises UsageError outside of an elastic run.
 
-    `balanced_batch` is the number of samples in a step that the ranks divide by their speeds.
+    `balanced_batch` is the number of samples in a step that the ranks divide in proportion to their speeds.
     """
     settings = environment()
     options, member = ElasticOptions.of_environment(settings), settings.incarnation

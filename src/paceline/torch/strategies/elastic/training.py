@@ -1,4 +1,4 @@
-"""One rank's part in an elastic training: when it joins, which ranks take part, and which steps are committed."""
+"""Control one rank's part in an elastic training: join, admit newcomers, transfer the state, commit steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from paceline.torch.strategies.loaders import Loader
 
 
 class ElasticTraining:
-    """The ranks of a training, its steps, and the transfer of the state to newcomers."""
+    """Connects a rank's training loop with the elastic group: ranks, steps, and the transfer of the state."""
 
     def __init__(self, strategy: Strategy, group: ElasticGroup, steps: ElasticSteps) -> None:
         self._strategy = strategy
         self._group = group
         self.steps = steps
         self._is_paused = False
-        """Whether this process was left out as a straggler."""
+        """Whether this process was excluded as a straggler."""
         self.has_computed_alone = False
-        """Whether this process, a newcomer, has computed a batch."""
+        """Whether this process, as a newcomer, has computed a batch alone."""
 
     @property
     def has_joined(self) -> bool:
@@ -34,7 +34,7 @@ class ElasticTraining:
     def division(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The incarnations of the ranks that divide the data, and their shares of a step; None for equal shares.
 
-        All ranks have an equal value between two exchanges.
+        Between two exchanges, the value is equal on all ranks.
         """
         return self._group.contributors, self._group.shares
 
@@ -49,7 +49,7 @@ class ElasticTraining:
         return self._group.balance is not None
 
     def begin_epoch(self, loader: Loader, epoch: int) -> None:
-        """Publish the epoch for processes that want to join."""
+        """Publish the beginning of an epoch for newcomers."""
         if self._group.rank == 0 and epoch:
             self._group.mark(self._epoch_key(loader, epoch))
 
@@ -77,18 +77,18 @@ class ElasticTraining:
         return f"epoch {epoch} of loader {self._strategy.loaders.index(loader)}"
 
     def admit_newcomers(self, epoch: int) -> None:
-        """Let waiting processes join, and exclude a straggler; within a step, do nothing.
+        """Between two steps, let waiting processes join, and exclude a straggler, which then computes alone.
 
-        Every rank calls this before each batch of the training data. An excluded straggler computes alone.
+        Every rank must call this method before each batch of the training data.
         """
-        # DistributedDataParallel changes its buckets after its first backward pass. All ranks must have made one.
+        # DistributedDataParallel changes its buckets after its first backward pass. All ranks must have done that pass.
         has_buckets = self.steps.has_exchanged or self.has_computed_alone
         if not self.steps.is_idle or not has_buckets:
             return
         if self._group.straggler is not None and self._group.straggler == self._group.rank:
             self._pause()
             return
-        # During a transfer, more newcomers may request to join. All ranks must admit them at this position.
+        # During a transfer, more newcomers may request to join. All ranks must admit them before the same step.
         while self._group.admits_newcomers or self._group.has_newcomers or self._group.straggler is not None:
             if self._group.admits_newcomers or self._group.straggler is not None:
                 self._group.admit(epoch)
@@ -115,7 +115,7 @@ class ElasticTraining:
     def may_join(self, loader: Loader, epoch: int) -> bool:
         """Return whether this process should try to join.
 
-        The process must have computed a batch, and a straggler must have recovered.
+        The process must have computed a batch. A straggler must also have become fast enough.
         """
         if self._group.has_recovered:
             return self.has_computed_alone

@@ -1,4 +1,4 @@
-"""Run calls of a pipelined model: check that all ranks agree, make the plan in the first call, run the step."""
+"""Run calls of a pipelined model: check that all ranks make the same call, plan in the first call, run the step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ from paceline.torch.update_rules import rule_of
 
 @dataclass(slots=True)
 class BatchKind:
-    """Descriptions of values and outputs for batches of one shape, in one mode (training or evaluation)."""
+    """Descriptions of values for batches with equal shapes, in one mode (training or evaluation)."""
 
     values: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Descriptions of the values in messages, by (route, microbatch)."""
@@ -75,14 +75,14 @@ class BatchKind:
 
 @dataclass(slots=True)
 class TracedStages:
-    """A traced forward, and the stages of it that run on this rank."""
+    """A traced forward, and its stages on this rank."""
 
     partition: Partition
     stages: dict[int, Stage]
     _row_shapes: RowShapes | None = None
 
     def row_shapes(self, batch: Mapping[str, Any]) -> RowShapes:
-        """Return the batch dimensions of the model's values, given the arguments `batch` of any whole batch."""
+        """Return the batch dimensions of the model's values. `batch` has the arguments of any whole batch."""
         if self._row_shapes is None:
             self._row_shapes = RowShapes(self.partition.graph, batch)
         return self._row_shapes
@@ -194,7 +194,7 @@ class Runner:
     def share_output(
         self, step: PipelineStep, rows: int, output_rows: OutputRows, known: Any, weights: NumberWeights
     ) -> tuple[Any, list[Tensor]]:
-        """Return the output of a batch of `rows` on every rank: its description (`known`, or None) and its tensors."""
+        """Return the description (`known`, unless it is None) and the tensors of a batch's output on every rank."""
         assert self.plan is not None
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
         with self._failures.raised_everywhere(), torch.no_grad():
@@ -307,7 +307,7 @@ class Runner:
         if self._deferred is not None:
             local_ids = self.ownership.local_ids()
             self._deferred.fill(lambda tensor: id(tensor) in local_ids)
-            self.ownership.release()  # `fill` also sets other ranks' parameters of the same modules
+            self.ownership.release()  # `fill` has also set parameters of other ranks
         if self._optimizer is not None:
             ownership = self.ownership
             self._optimizer.register_step_pre_hook(lambda *_: ownership.before_step())
@@ -357,7 +357,7 @@ class Runner:
         return make_plan(measured, self._options, rows, link, self._state_bytes(), cuts_for)
 
     def _state_bytes(self) -> float:
-        """Return the bytes of a parameter, its gradient and its optimizer state, per byte of the parameter."""
+        """Return the memory for parameters, gradients and optimizer state per byte of parameters."""
         if self._optimizer is None:
             return 1.0
         try:
@@ -368,7 +368,7 @@ class Runner:
     def _stages(
         self, called: CallArguments, arguments: Sequence[Mapping[str, Any]], graph: LayerGraph | None = None
     ) -> TracedStages:
-        """Return the stages for a call; trace the model if no known graph supports the `arguments` (by microbatch)."""
+        """Return the stages for a call. Trace the model if no earlier graph supports the microbatches' `arguments`."""
         modes = "".join("et"[inner.training] for inner in self.module.modules())
         known = self._graphs.setdefault(f"{modes} {torch.is_grad_enabled()} {called.kind}", [])
         for traced in known:
@@ -387,7 +387,7 @@ class Runner:
         return known[-1]
 
     def _orders(self, rows: int) -> Orders:
-        """Return the plan's orders. A batch with fewer rows than microbatches gets an order with all forwards first."""
+        """Return the ranks' actions. If a batch has fewer rows than microbatches, all forwards run first."""
         assert self.plan is not None
         count, num_ranks = self.plan.microbatches, self._options.stages
         if rows >= count:
@@ -396,7 +396,7 @@ class Runner:
 
 
 def _pending_output(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], needs_grad: bool) -> Tensor:
-    """Return one tensor of an output that is computed later. A number that needs a gradient is a loss of the model."""
+    """Return an output's tensor that is computed later. A number that needs a gradient counts as a loss."""
     if shape or not needs_grad:
         return PendingOutput(call, leaf, shape=shape, dtype=dtype)
     term = ReturnedLoss(leaf=leaf, weights=call.number_weights)

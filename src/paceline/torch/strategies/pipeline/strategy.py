@@ -30,12 +30,12 @@ from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 class Pipeline(Strategy):
     """Pipeline parallelism over the schedules of ``torch.distributed.pipelining``.
 
-    The first call cuts the model into stages; each process holds the parameters of its stages. Every process of a
-    pipeline runs the whole loop on the same batches. The result equals one process on the same batch, except that
-    BatchNorm normalizes over microbatches.
+    The first call cuts the model into stages. Each process has only the parameters of its stages. Every process of a
+    pipeline runs the whole training loop on the same batches. The result equals that of one process on the same batch,
+    except that BatchNorm normalizes over microbatches.
 
-    `stages`: number of processes of a pipeline. `data_parallel`: number of pipelines, each with its part of the data;
-    their gradients are averaged. `schedule`: a key of :data:`~paceline.strategies.SCHEDULES` or ``auto``.
+    `stages`: number of processes of a pipeline. `data_parallel`: number of pipelines, which read different parts of the
+    data and average their gradients. `schedule`: a key of :data:`~paceline.strategies.SCHEDULES` or ``auto``.
     `microbatches`: number of parts of a batch; None: the number with the shortest predicted step. `split`: names of
     modules that begin a stage. `stage_memory`: limit in bytes for parameters, optimizer state and activations on a
     process. The default of each option is the value that ``paceline run`` received.
@@ -43,7 +43,7 @@ class Pipeline(Strategy):
     Sources: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
     GPU Clusters Using Megatron-LM" (1F1B), SC 2021; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 
-    Raises UsageError for options that do not fit together or to the number of processes.
+    Raises UsageError for options that contradict each other or the number of processes.
     """
 
     name: ClassVar[str] = "pipeline"
@@ -86,7 +86,7 @@ class Pipeline(Strategy):
     @property
     @override
     def data_place(self) -> tuple[int, int]:
-        """The number of this process's part of the data, and the number of parts: one part per pipeline."""
+        """The number of this process's part of the data, and the number of parts. Each pipeline has one part."""
         return self.rank // self.options.stages, self.options.data_parallel
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
@@ -119,7 +119,7 @@ class Pipeline(Strategy):
 
     @override
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """Return the reduction over all pipelines. The processes of a pipeline have one value, which counts once."""
+        """Return the reduction over all pipelines. The processes of a pipeline pass one value, which counts once."""
         found = super().reduce(value, op)
         if op != "sum" or isinstance(value, Mapping):  # the base class calls this method for each value of a mapping
             return found
@@ -130,7 +130,7 @@ class Pipeline(Strategy):
     def gather_values(self) -> dict[str, torch.Tensor]:
         """Return all values on rank 0, whose module keeps them until the next call of the model.
 
-        All ranks call this.
+        All ranks must call this method.
         """
         runner = self._runner
         if runner is not None and runner.ownership is not None and self.data_place[0] == 0:
@@ -139,7 +139,7 @@ class Pipeline(Strategy):
 
     @override
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load a checkpoint of any strategy; each rank keeps the values of its stages."""
+        """Load a checkpoint of any strategy. Each rank keeps only the values of its stages."""
         if self.deferred is not None and self.plan is None:
             raise UsageError(
                 'load() got a model that was built under torch.device("meta"), whose stages are unknown before its '
@@ -155,7 +155,7 @@ class Pipeline(Strategy):
 
     @override
     def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
-        """Return the optimizer state in torch's form, by parameter number, on rank 0. Every rank calls this method."""
+        """Return the optimizer state in torch's form, by parameter number, on rank 0. Every rank must call this."""
         state = super().gather_optimizer_state(number)
         runner = self._runner
         if runner is None or runner.ownership is None or self.data_place[0] != 0 or self.options.stages == 1:
@@ -183,7 +183,7 @@ class Pipeline(Strategy):
         return None if self._runner is None else self._runner.plan
 
     def report(self) -> str | None:
-        """Return a text with the measured and the predicted times of stages and steps; None before the fourth step."""
+        """Return a text that compares measured and predicted times; None before the fourth step."""
         return None if self._runner is None else self._runner.report()
 
     @override
@@ -197,8 +197,8 @@ class Pipeline(Strategy):
 
 
 class PipelinedModel(nn.Module):
-    """A model whose layers run on several processes. The parameters are those of the original model. If only another
-    process needs a parameter, the parameter's values read as NaN here.
+    """A model whose layers run on several processes. The parameters are those of the original model. A parameter that
+    only other processes need has the value NaN here.
     """
 
     def __init__(self, module: nn.Module, runner: Runner) -> None:
@@ -247,7 +247,7 @@ class PipelinedModel(nn.Module):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load values. Every process calls this method, and keeps the values of its stages."""
+        """Load values. Every process must call this method, and keeps only the values of its stages."""
         runner = self.__dict__["_runner"]
         runner.hold_all()
         keys = self.__dict__["_module"].load_state_dict(state_dict, strict, assign)

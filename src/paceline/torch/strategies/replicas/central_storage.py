@@ -1,4 +1,4 @@
-"""One process with the variables on one device, and replicas of the model on several devices."""
+"""One process: one device has the parameters and buffers, and replicas of the model compute on several devices."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
 
 
 class CentralStorage(ReplicaStrategy):
-    """The variables and the optimizer's state are on the device `storage`; replicas on several devices compute.
+    """Replicas compute on several devices. The device `storage` has the parameters and the optimizer's state.
 
-    A replica fetches the variables in every forward and frees them after backward; its gradients are copied to the
-    storage device and added there, and the optimizer updates the variables there. Other devices need no memory for the
-    optimizer's state, at the price of a copy of the variables in every step. Replicas on the storage device share the
-    variables: on a machine without CUDA this equals :class:`~paceline.torch.strategies.replicas.mirrored.Mirrored`.
+    A replica copies the parameters to its device in every forward, and frees them after backward. Its gradients are
+    copied to the storage device and added there, and the optimizer updates the parameters there. So other devices need
+    no memory for the optimizer's state, but each step copies the parameters. Replicas on the storage device use the
+    parameters directly. Without CUDA this equals :class:`~paceline.torch.strategies.replicas.mirrored.Mirrored`.
 
     `replicas`, `devices`, `device`, `seed` and errors are as for Mirrored.
     """
@@ -46,7 +46,7 @@ class CentralStorage(ReplicaStrategy):
 
 
 class Fetched(ReplicaValues):
-    """Parameters that each replica fetches for one forward and its backward."""
+    """Copies the parameters to each replica's device for one forward and its backward."""
 
     def __init__(self, devices: Sequence[torch.device], storage: torch.device) -> None:
         self._devices = devices

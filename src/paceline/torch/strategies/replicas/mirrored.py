@@ -1,4 +1,4 @@
-"""One process, several devices: each device has a replica of the model and a copy of the model's variables."""
+"""One process, several devices: each device has a replica of the model and a copy of its parameters."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
 
 
 class Mirrored(ReplicaStrategy):
-    """A replica of the model on each of several devices, in threads of one process; each computes a part of the batch.
+    """Replicas of the model on several devices, in threads of one process. Each computes a part of the batch.
 
-    The model's variables are on the first device. Each other device has a copy of the variables, updated in the first
-    forward after ``optimizer.step()``. Replicas on one device share its variables. The replicas' gradients are added on
-    the first device, so a loss that is a mean over the model's output has the gradient of the complete batch, as under
-    :class:`~paceline.torch.strategies.one_device.OneDevice`. Layers with statistics of the batch (BatchNorm) see only
+    The model's parameters are on the first device. Each other device has a copy, which is updated in the first forward
+    after ``optimizer.step()``. Replicas on one device share its copy. The replicas' gradients are added on the first
+    device. So a loss that is a mean over the model's output has the gradient of the complete batch, as under
+    :class:`~paceline.torch.strategies.one_device.OneDevice`. Layers with statistics of the batch (BatchNorm) use only
     their replica's part.
 
-    `devices` are the replicas' devices; a device may occur several times. Alternatively `replicas` is the number of
-    replicas: they are on the CUDA devices in turn or, without CUDA, on the CPU, with an equal share of the cores each.
-    The default number comes from ``paceline run --replicas`` or ``PACELINE_REPLICAS``; otherwise it is the number of
-    CUDA devices or, without CUDA, of cores (at most 4). `device` selects a kind, ``cpu`` or ``cuda``, or one device for
-    all replicas.
+    `devices` are the replicas' devices. A device may occur several times. Instead, `replicas` may be the number of
+    replicas. They use the CUDA devices in a cycle or, without CUDA, an equal share of the CPU's cores each. The default
+    number comes from ``paceline run --replicas`` or ``PACELINE_REPLICAS``; otherwise it is the number of CUDA devices
+    or, without CUDA, of cores (at most 4). `device` selects the kind ``cpu`` or ``cuda``, or one device for all.
 
     Raises UsageError for 0 replicas, missing devices, and contradictory settings.
     """
@@ -53,18 +52,18 @@ _State = tuple[int | None, int, int]
 
 
 class Mirrors(ReplicaValues):
-    """Copies of the parameters on every device except the first.
+    """Keeps copies of the parameters on every device except the first.
 
-    The first forward after an optimizer step updates all copies, even if the optimizer writes through ``.data``. Other
-    writes in place change the parameter's version, and the next forward updates the copy. Without an optimizer, each
-    forward makes new copies.
+    The first forward after an optimizer step updates all copies, even if the optimizer writes through ``.data``. Any
+    other write in place changes the parameter's version, and the next forward then updates its copy. Without an
+    optimizer, each forward makes new copies.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
         self._num_steps: int | None = None  # number of steps of all optimizers; None without an optimizer
         self._copies: dict[tuple[int, int], tuple[nn.Parameter, torch.Tensor, _State]] = {}
-        """By (replica, id of the parameter): the parameter, its copy, and its state when it was copied."""
+        """By (replica, id of the parameter): the parameter, its copy, and its :meth:`_state` when it was copied."""
 
     def is_shared(self, replica: int) -> bool:
         return self._devices[replica] == self._devices[0]
@@ -84,7 +83,7 @@ class Mirrors(ReplicaValues):
         return found[1].detach()
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Count the steps of `optimizers`. Without optimizers there is no count: the program itself writes values."""
+        """Count the steps of `optimizers`. Without optimizers, the program writes the values itself: count nothing."""
         if not optimizers:
             return
         self._num_steps = 0
@@ -107,5 +106,5 @@ class Mirrors(ReplicaValues):
         self._copies[replica, id(parameter)] = (parameter, copy, self._state(parameter))
 
     def _state(self, parameter: nn.Parameter) -> _State:
-        """Return a value that changes when a parameter is written in place or gets other memory."""
+        """Return a value that changes when a parameter is written in place, gets other memory, or a step is made."""
         return self._num_steps, parameter._version, parameter.data_ptr()

@@ -15,13 +15,13 @@ _NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 
 
 class ReplacedForward:
-    """Replaces a module's forward until :meth:`release`; the module's class becomes a subclass of the same name."""
+    """Replaces a module's forward until :meth:`release`, by a subclass with the same name as the module's class."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module = module
         self.plain: type[nn.Module] = type(module)
         self.own_forward = vars(module).pop("forward", None)
-        """A forward set on the module itself instead of its class, if any."""
+        """The forward that was set on the module itself, not on its class; None without one."""
         module.__class__ = _subclass(self.plain, forward)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,8 @@ def _subclass(plain: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mo
             if isinstance(reduced, str):
                 return reduced
             make, arguments, *remainder = reduced
-            if make is _NEW_OBJECT and arguments == (Replicated,):  # because pickle requires the object's own class
+            # pickle rejects __newobj__ with a class other than the object's class, so use _reconstructor
+            if make is _NEW_OBJECT and arguments == (Replicated,):
                 return (copyreg._reconstructor, (plain, object, None), *remainder)  # type: ignore[attr-defined]
             return (make, tuple(plain if argument is Replicated else argument for argument in arguments), *remainder)
 
@@ -110,7 +111,7 @@ class ReplicaModule:
         self._attributes: list[dict[str, Any]] = []
 
     def watch(self) -> None:
-        """Record the attributes before a forward, for :meth:`keep_state`."""
+        """Record the modules' attributes before a forward, so that :meth:`keep_state` finds the changed ones."""
         self._attributes = [dict(vars(copy)) for _, copy in self._pairs]
 
     def keep_state(self) -> None:

@@ -18,7 +18,7 @@ from paceline.torch.strategies.reached import Reached, mean_of_closure
 
 
 class Replica(DistributedDataParallel):
-    """DistributedDataParallel with the model's attributes. With gradients disabled, one rank may call it alone."""
+    """DistributedDataParallel that also has the model's attributes. Without gradients, one rank may call it alone."""
 
     def __init__(self, module: nn.Module, *, reached: Reached | None = None, **options: Any) -> None:
         super().__init__(module, **options)
@@ -49,11 +49,11 @@ class Replica(DistributedDataParallel):
         raise UsageError(text)
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether a forward first copies rank 0's buffers; False in evaluation, which one rank may run alone."""
+        """Return whether a forward first copies rank 0's buffers: not in evaluation, which one rank may run alone."""
         return self.module.training and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def _wrap_again(self) -> None:
-        """Wrap the model again, because other parameters are trained now. All ranks do this at the same time."""
+        """Wrap the model again after the set of trained parameters has changed. All ranks must do this together."""
         syncs, hooks = self.require_backward_grad_sync, self._comm_hooks
         module, reached, options, prepared = self.module, self._reached, self._options, self._prepared
         DistributedDataParallel.__init__(self, module, **options, init_sync=False)
@@ -105,9 +105,9 @@ def without_gradient(model: nn.Module) -> Iterator[str]:
 def check_steps(
     optimizer: Optimizer, optimizers: list[Optimizer], watched: list[Reached], ranks: Ranks, *, may_be_unused: bool
 ) -> None:
-    """Make ``optimizer.step()`` raise UsageError if a gradient is missing for which other ranks wait.
+    """Make ``optimizer.step()`` raise UsageError if this rank lacks a gradient for which other ranks wait.
 
-    `optimizers` has all optimizers, `watched` one object for each model. The ranks' group is closed before the error,
+    `optimizers` has all optimizers, `watched` one object for each model. Before the error, the ranks' group is closed,
     so that other ranks stop waiting. If the step has a closure, it returns the mean loss over all ranks.
     """
 

@@ -2,9 +2,9 @@
 
 Every forward creates new replicas, so that changes of the model (mode, hooks, frozen parameters) apply to all replicas.
 
-On the CPU, autograd uses one thread for a graph. So each replica has a graph of its own, inside one
+On the CPU, autograd computes a graph in one thread. So each replica has a graph of its own, inside one
 ``autograd.Function``. The function's backward runs all replicas' backwards at the same time, and adds their gradients
-in the replicas' order.
+in the order of the replicas.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.torch.strategies.splitting import check_outputs, gather, num_rows,
 
 
 class ReplicaValues(ABC):
-    """Abstract: the source of the replicas' parameters. Each strategy with replicas has its own subclass."""
+    """Abstract: provides parameters to replicas. Each strategy with replicas has its own subclass."""
 
     @abstractmethod
     def is_shared(self, replica: int) -> bool:
@@ -36,9 +36,9 @@ class ReplicaValues(ABC):
 
 
 class Replicas:
-    """Replaces a model's forward by a computation on several devices; the model is otherwise unchanged.
+    """Replaces a model's forward by a computation on several devices, without other changes of the model.
 
-    The model's hooks receive the complete batch; hooks of submodules receive a replica's part. Compiled submodules run
+    The model's hooks receive the complete batch. Hooks of submodules receive a replica's part. Compiled submodules run
     uncompiled, because compiled code uses the model's own parameters. Tensors in the arguments are split along
     dimension 0 by ``torch.chunk``, and outputs are joined on the first device. A number, such as a loss, becomes its
     mean over the examples. After a forward, the model has the buffers and attributes of replica 0. Replicas on the CPU
@@ -58,7 +58,7 @@ class Replicas:
         self._values = values
         self._threads = DeviceThreads(self.devices, "replica")
         self._replaced = ReplacedForward(module, self.forward)
-        # Compare the first batch with its parts if a recurrent or attention layer may have time steps in dimension 0.
+        # A recurrent or attention layer may have time steps in dimension 0, so check the outputs of the first batch.
         self._was_compared = not any(getattr(part, "batch_first", None) is False for part in module.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class Replicas:
 
 
 class _Pass:
-    """One forward of all replicas, and the data for its backward. Without trained parameters there is no graph."""
+    """One forward of all replicas, and the data for its backward. Without trained parameters, there is no backward."""
 
     def __init__(self, owner: Replicas, trained: Sequence[nn.Parameter], leaves: Sequence[Any]) -> None:
         self._owner = owner
@@ -120,9 +120,9 @@ class _Pass:
         self._sources = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self._inputs = [leaves[i] for i in self._sources]
         self._starts: list[list[torch.Tensor | None]] = []
-        """The leaves of each replica's graph: one tensor per trained parameter, then one per input with a gradient."""
+        """The leaves of each replica's graph: first the trained parameters, then the inputs that need gradients."""
         self._ends: list[Sequence[torch.Tensor]] = []
-        """For each replica, its parts of the output tensors, with the replica's graph."""
+        """Each replica's parts of the output tensors, connected to the replica's graph."""
         self._shares: list[float] = []
         self._output: list[Any] = []
         self._output_structure: Any = None
@@ -143,7 +143,7 @@ class _Pass:
                 starts.append(part[i])
             self._starts[replica] += starts
             args, kwargs = tree_unflatten(part, structure)
-            # without the model's hooks, which receive the complete batch
+            # call forward directly, because the model's hooks receive the complete batch
             return tree_flatten(replicas[replica].module.forward(*args, **kwargs))
 
         self._starts = [[replica.parameters.get(id(parameter)) for parameter in self._trained] for replica in replicas]
@@ -201,8 +201,8 @@ class _Pass:
 
             owner._threads.run(walk, count)
         else:
-            # Do not wait for other threads here: this may be autograd's thread for an accelerator, so waiting could be
-            # a deadlock. Autograd itself uses one thread per accelerator.
+            # This may be autograd's thread for an accelerator, so waiting for other threads could be a deadlock.
+            # Autograd itself uses one thread per accelerator.
             torch.autograd.backward(
                 [end for one in ends for end in one],
                 [gradient for one in ends_gradients for gradient in one],
@@ -223,7 +223,7 @@ class _Pass:
 
 
 class _Replicated(torch.autograd.Function):
-    """The node of the program's autograd graph that contains the replicas' graphs."""
+    """The node that contains the replicas' graphs in the program's autograd graph."""
 
     @staticmethod
     def forward(

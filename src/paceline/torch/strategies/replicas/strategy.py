@@ -1,4 +1,4 @@
-"""The common part of strategies with replicas in one process: devices, threads and the prepared model."""
+"""Base of the strategies with replicas in one process: choose devices, and prepare the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.torch.strategies.one_device import only_rank
 from paceline.torch.strategies.replicas.replica_set import Replicas, ReplicaValues
 
 MOST_BY_DEFAULT = 4
-"""Largest default number of replicas on a CPU, because each replica adds gradients that must be summed."""
+"""Largest default number of replicas on a CPU. More replicas would cost more time to sum gradients."""
 
 
 class ReplicaStrategy(Strategy):
@@ -34,7 +34,7 @@ class ReplicaStrategy(Strategy):
         seed: int = 0,
     ) -> None:
         self.devices = replica_devices(self.name, replicas, devices, device)
-        """The device of each replica. A batch is split into at most this number of parts."""
+        """The device of each replica. A batch is split into at most one part per replica."""
         super().__init__(only_rank(self.name), device=self.devices[0], seed=seed)
         self._replicas: list[Replicas] = []
 
@@ -53,7 +53,7 @@ class ReplicaStrategy(Strategy):
 
     @abstractmethod
     def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
-        """Return the source of the replicas' parameters, which `optimizers` update."""
+        """Return the object that provides parameters to the replicas. `optimizers` update these parameters."""
 
 
 def replica_devices(

@@ -72,7 +72,7 @@ class _Normalize(torch.autograd.Function):
                 "ranks, expected 2 or more; make the batch larger"
             )
         mean = (counts * means).sum(0) / total
-        # Combine the ranks' variances and means by Chan, Golub and LeVeque (1979), which avoids cancellation.
+        # Combine the ranks' variances and means as in Chan, Golub and LeVeque (1979), without cancellation.
         variance = (counts * (variances + (means - mean).square())).sum(0) / total
         inverse = (variance + eps).rsqrt().to(wide.dtype)
         normalized = (wide - mean.to(wide.dtype).view(shape)) * inverse.view(shape)

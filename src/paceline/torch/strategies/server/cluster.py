@@ -17,7 +17,7 @@ _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def check_is_first(name: str) -> None:
-    """Raise UsageError if this process already has an open strategy with servers, although it is a launcher's rank."""
+    """Raise UsageError if this process is a launcher's rank and already has an open strategy with servers."""
     if environment().rank is not None and any(not client.servers.is_closed for client in _clients):
         raise UsageError(
             f"strategy {name}: this process already has a strategy with servers, which trains one model: for several "
@@ -26,7 +26,7 @@ def check_is_first(name: str) -> None:
 
 
 def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Client:
-    """Return a client of the cluster in the environment, as worker `rank`. Raises UsageError without servers."""
+    """Connect as worker `rank` to the cluster in the environment. Raises UsageError without a cluster."""
     settings = environment()
     if settings.scheduler is None or settings.token is None:
         missing = "PACELINE_SCHEDULER" if settings.scheduler is None else "PACELINE_TOKEN"

@@ -42,7 +42,7 @@ class _OptimizerParameters(NamedTuple):
 
 
 class DenseParameters:
-    """The parameters of one or more optimizers, in tables on servers."""
+    """Keeps the parameters of one or more optimizers in tables on servers."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class DenseParameters:
     def add(self, optimizer: Optimizer, groups: Sequence[Sequence[Slot]], order: Mapping[nn.Parameter, Any]) -> None:
         """Write rank 0's values and the state of `optimizer` to the servers, which update them from now on.
 
-        `groups` has the slots of every parameter group, at least one per group; `order` has the models' parameters in
-        order. Raises UsageError for a parameter of another optimizer.
+        `groups` has the slots of every parameter group, at least one per group. The keys of `order` are the models'
+        parameters in order. Raises UsageError for a parameter that is also in another optimizer.
         """
         places = {parameter: place for place, parameter in enumerate(order)}
         slots = [slot for group in groups for slot in group]
@@ -138,9 +138,9 @@ class DenseParameters:
         tables, slots, _ = self._parts[optimizer]
         self._check(slots)
         self.hands_on.end(slots)
-        # When this worker has received its values, every server has applied the last iteration completely, and applies
-        # the current iteration only after this worker's tick. So under sequential consistency new hyperparameters apply
-        # to exactly this iteration. Under other consistencies they apply to all gradients that arrive later.
+        # Under sequential consistency, new hyperparameters apply to exactly this iteration. When this worker has its
+        # values, every server has applied the last iteration completely, and applies the current iteration only after
+        # this worker's tick. Under other consistencies they apply to all gradients that arrive later.
         self.wait_all()
         self.write_back()
         if self._ranks.rank == 0:
@@ -161,9 +161,9 @@ class DenseParameters:
         return optimizer in self._parts
 
     def drop_pushes(self) -> None:
-        """Receive the servers' values again if gradients were pushed, but ``optimizer.step()`` does not follow."""
+        """If gradients were pushed and no ``optimizer.step()`` follows, receive the servers' values again."""
         if any(slot.num_backward for slot in self._slots) and not self._find_written():
-            self._push_pull.pull(self._buckets)  # these pulls follow the pushes in flight
+            self._push_pull.pull(self._buckets)  # the servers process these pulls after the pushes
         self.wait_all()
 
     def begin_iteration(self) -> None:
@@ -215,16 +215,16 @@ class DenseParameters:
                 slot.values.seal()
 
     def _depart(self, slots: Sequence[Slot]) -> None:
-        """Make accesses to the parameters wait for their new values, and give the parameters a new version."""
+        """Make accesses to the parameters wait for the new values, and increase the parameters' versions."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([slot.parameter for slot in slots])
         for slot in slots:
             slot.values.reset()
             depart(slot)
-        if _is_compiling_code():  # compiled code reads the memory without an access that waits
+        if _is_compiling_code():  # compiled code reads the memory without waiting
             self.wait_all()
         for slot in slots:
-            if slot.values.is_exposed:  # the program can use the memory through an alias, without an access that waits
+            if slot.values.is_exposed:  # the program can use an alias of the memory without waiting
                 self._wait_for(slot.parameter)
                 slot.values.seal()
 
@@ -235,9 +235,9 @@ class DenseParameters:
     def write_back(self, *, all_present: bool = False) -> None:
         """Send the program's writes to parameters to the servers.
 
-        Under sequential consistency the servers apply rank 0's values before this iteration's updates, because this
-        rank has not ticked yet. Under other consistencies updates may arrive at any time, so writes are allowed only
-        before the first step.
+        Under sequential consistency, the servers apply this iteration's updates after this rank's tick, so they apply
+        rank 0's values before these updates. Under other consistencies updates may arrive at any time, so writes are
+        allowed only before the first step.
         """
         written = self._find_written()
         if not written:
@@ -250,7 +250,7 @@ class DenseParameters:
             self._ranks.barrier()
 
     def write_values(self) -> None:
-        """Write the module's values, which are equal on all ranks, to the servers. Every rank calls this method."""
+        """Write the module's values, which are equal on all ranks, to the servers. Every rank must call this method."""
         for part in self._parts.values():
             part.tables.write(None)
         self.pull_all()
@@ -281,7 +281,7 @@ def _is_compiling_code() -> bool:
 def check_may_write(
     slot: Slot, ranks: Ranks, tables: DenseTables, consistency: Consistency, *, all_take_part: bool
 ) -> None:
-    """Raise UsageError if the program's write to a slot's parameter would have another effect than on one device."""
+    """Raise UsageError if the program's write to a parameter has not the effect that it would have on one device."""
     problem = f"rank {ranks.rank}: parameter {slot.name!r} was written to after prepare()"
     if ranks.size > 1 and not isinstance(consistency, Sequential) and tables.num_steps:
         raise UsageError(

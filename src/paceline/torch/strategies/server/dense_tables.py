@@ -1,8 +1,8 @@
-"""Store a model's parameters in dense tables on servers: layout and buckets.
+"""Store a model's parameters in dense tables on servers.
 
 Every parameter group is one float32 table. The parameters of a table have the model's order, which is approximately the
-order in which the forward uses them. A *bucket* is a range of a table that is pushed and pulled in one message: several
-small parameters, or a part of a large parameter.
+order in which the forward uses them. A *bucket* is a range of a table that is pushed and pulled in one message. It has
+several small parameters, or a part of a large parameter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Slot:
         self.size = parameter.numel()
         self.kind = (parameter.shape, parameter.dtype, parameter.device)
         self.buckets: list[Bucket] = []
-        self.num_backward = 0  # backwards that reached the parameter in this iteration
+        self.num_backward = 0  # number of backwards in this iteration that computed the parameter's gradient
         self.is_averaged = False  # whether its gradient is the mean over the ranks
         self.gradient = GradientWatch(parameter)
         self.values = ValueWatch(parameter)
@@ -66,7 +66,7 @@ def _describe(shape: Any, dtype: Any, device: Any) -> str:
 
 
 class Bucket:
-    """Elements [start, stop) of a parameter group's table, and the parameters that they belong to."""
+    """Elements [start, stop) of a parameter group's table, and the parameters of these elements."""
 
     __slots__ = ("group", "is_current", "num_missing", "slots", "start", "stop", "table", "was_pushed")
 
@@ -78,7 +78,7 @@ class Bucket:
         self.start = start
         self.stop = stop
         self.slots = tuple(slots)
-        self.num_missing = len(self.slots)  # parameters that backward has not reached yet
+        self.num_missing = len(self.slots)  # parameters whose gradient is not computed yet
         self.was_pushed = False
         self.is_current = True  # whether the parameters have the values of this iteration
 
@@ -137,7 +137,7 @@ def _fill_buckets(slots: Sequence[Slot], capacity: int) -> None:
 
 
 class DenseTables:
-    """The tables of an optimizer's groups, on the servers. Every rank creates one object; rank 0 writes the values."""
+    """The tables of an optimizer's groups on the servers. Every rank creates this object; rank 0 writes the values."""
 
     def __init__(
         self,
@@ -152,8 +152,7 @@ class DenseTables:
         self._ranks = ranks
         self._optimizer = optimizer
         self.groups = groups
-        # The tables' names must be new on these servers, because tables of earlier trainings remain until the servers
-        # end.
+        # The names contain a random token, because tables of earlier trainings remain on the servers.
         token = ranks.exchange(secrets.token_hex(4))[0]
         self.rules: list[UpdateRule] = [rule_of(optimizer, group) for group in optimizer.param_groups]
         self.tables: list[DenseTable | None] = [
@@ -162,7 +161,7 @@ class DenseTables:
                 size=slots[-1].start + slots[-1].size,
                 update=rule,
                 filters=filters,
-                pull_filters=(),  # no filters, because a program may write pulled values back
+                pull_filters=(),  # pulled values must be exact, because a program may write them back
             )
             if slots
             else None
@@ -175,7 +174,7 @@ class DenseTables:
         self.num_steps = 0
 
     def follow_rules(self) -> None:
-        """Send the optimizer's changed hyperparameters to the servers. Only rank 0 calls this method."""
+        """Send changed hyperparameters of the optimizer to the servers. Only rank 0 calls this method."""
         for position, group in enumerate(self._optimizer.param_groups):
             table = self.tables[position]
             if table is None:
@@ -186,8 +185,8 @@ class DenseTables:
                 self.rules[position] = rule
 
     def write(self, state: Mapping[int, Mapping[str, Any]] | None) -> None:
-        """Write rank 0's module values and the state of torch's optimizer (None: keep it). All ranks call this."""
-        self._ranks.barrier()  # so that no push arrives after the values
+        """Write rank 0's values, and torch's optimizer state (None: keep the servers'). All ranks must call this."""
+        self._ranks.barrier()  # no push may arrive after the values
         if self._ranks.rank == 0:
             for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
                 if table is None:
@@ -202,7 +201,7 @@ class DenseTables:
         self._ranks.barrier()
 
     def assign(self, slots: Iterable[Slot]) -> None:
-        """Write the values of `slots`, but no optimizer state. Only one rank calls this, while no push is applied."""
+        """Write the values of `slots`, without optimizer state. Only one rank calls this, while no pushes arrive."""
         for slot in slots:
             table = self.tables[slot.group]
             assert table is not None
@@ -219,7 +218,7 @@ class DenseTables:
             write_records(self._client, table.spec, keys, np.column_stack([values[part], *planes[:, part]]))
 
     def read_all(self, table: DenseTable) -> Floats:
-        """Return a table's values, then one row of numbers per optimizer state: float32 [1 + num_planes, size]."""
+        """Return a table as float32 [1 + num_planes, size]: the values, then each state of the optimizer."""
         return self._read(table, 0, table.size)
 
     def _read(self, table: DenseTable, start: int, stop: int) -> Floats:
@@ -232,7 +231,7 @@ class DenseTables:
         return planes[:, start:stop]
 
     def read_state(self) -> dict[int, dict[str, Any]]:
-        """Return the state of every parameter by parameter number, in the form of torch's optimizer."""
+        """Return the state of every parameter by its number, in the format of torch's optimizers."""
         state: dict[int, dict[str, Any]] = {}
         for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
             if table is None or not num_planes(rule):

@@ -1,8 +1,8 @@
-"""Observe whether a program changes gradients between ``backward()`` and ``optimizer.step()``.
+"""Detect whether a program changes gradients between ``backward()`` and ``optimizer.step()``.
 
 At first, ``optimizer.step()`` sends the gradients. If the servers make one update from all workers' gradients, every
-``backward()`` ends with averaging over the ranks, so that changes apply to the gradient of the complete batch. After
-three steps without changes, each rank sends its gradients during backward. A later change raises UsageError.
+``backward()`` ends with an average over the ranks, so that the program changes the gradient of the complete batch.
+After three steps without changes, each rank sends its gradients during backward. A later change raises UsageError.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from paceline.torch.strategies.reached import average_present
 from paceline.torch.strategies.server.dense_tables import Slot
 from paceline.torch.strategies.server.watched import gradient_of, set_gradient
 
-_CALM_STEPS = 3  # after this number of steps without an access to gradients, gradients are sent early
-_NEVER = -(1 << 30)  # so small that added steps never reach `_CALM_STEPS`
+_CALM_STEPS = 3  # gradients are sent early after this number of steps without an access to gradients
+_NEVER = -(1 << 30)  # no number of steps increases this value to _CALM_STEPS
 _LOOP = "is in backward(), or past the loop"
 
 
 class HandsOn:
-    """Observes the program's accesses to the gradients of slots, and decides when gradients are averaged and sent.
+    """Records the program's accesses to gradients, and decides when gradients are averaged and sent.
 
-    `joins`: the servers make one update from all workers' gradients. Without `overlaps`, gradients are never sent early
-    (during backward).
+    With `joins`, the servers make one update from all workers' gradients. Without `overlaps`, gradients are never sent
+    early (during backward).
     """
 
     def __init__(self, ranks: Ranks, *, joins: bool, overlaps: bool) -> None:
@@ -38,7 +38,7 @@ class HandsOn:
         self._backward = -1  # torch's number of the last backward
         self.is_early = False
         """Whether gradients are sent during backward."""
-        self._is_uneven = False  # ranks have different numbers of batches, so some iterations lack ranks
+        self._is_uneven = False  # some ranks have fewer batches, so they miss the last iterations
         self._has_early_leaver = False  # whether a rank left the epoch before the end of its data
 
     def add(self, slots: Sequence[Slot]) -> None:
@@ -54,11 +54,11 @@ class HandsOn:
 
     @property
     def averages(self) -> bool:
-        """Whether ``backward()`` ends with gradients averaged over the ranks."""
+        """Whether ``backward()`` averages the gradients over the ranks at its end."""
         return self._joins and not self.is_early and self.all_take_part
 
     def begin_epoch(self, *, is_early: bool, is_uneven: bool) -> None:
-        """`is_early`: all ranks send gradients early. `is_uneven`: the ranks' numbers of batches differ."""
+        """Start an epoch. `is_early`: all ranks send gradients early. `is_uneven`: numbers of batches differ."""
         self.is_early = is_early
         self._is_uneven = is_uneven
         self._has_early_leaver = False
@@ -68,7 +68,7 @@ class HandsOn:
         return not (self._is_uneven or self._has_early_leaver)
 
     def record_gradient(self, slot: Slot, *, is_held: bool) -> None:
-        """Record a gradient that backward computed. Raises UsageError if the parameter's gradient was already sent."""
+        """Record that backward has computed a gradient. Raises UsageError if the gradient was already sent."""
         slot.is_averaged = False
         slot.gradient.keeps = self.is_early or self._joins
         slot.gradient.open()
@@ -89,7 +89,7 @@ class HandsOn:
             torch.autograd.Variable._execution_engine.queue_callback(self.average)
 
     def average(self) -> None:
-        """Replace the gradients by their mean over all ranks, unless a rank has left the loop."""
+        """Replace the gradients by their mean over all ranks, unless a rank has ended its loop."""
         group = self._ranks.group
         assert group is not None
         if any(slot.gradient.was_changed for slot in self._slots):  # a hook of the program changed the gradient
@@ -110,13 +110,13 @@ class HandsOn:
             slot.gradient.open()
 
     def meet(self) -> None:
-        """Wait until no rank averages gradients. Call this before other exchanges: ranks may still be in the loop."""
+        """Wait until no rank is in a loop that averages gradients. Call this method before other exchanges."""
         if self._joins and not self.is_early and not self._is_uneven:
             while any(is_in for is_in, _, _ in self._ranks.exchange_as(_LOOP, [False, 0, b""])):
                 pass
 
     def end(self, slots: Sequence[Slot]) -> None:
-        """Prepare for the step of the optimizer of `slots`. Raises UsageError for gradients that changed too late."""
+        """Prepare the optimizer step of `slots`. Raises UsageError if the program changed gradients too late."""
         changed = [slot for slot in slots if slot.gradient.was_changed]
         for slot in changed:
             if self.is_early or (self._joins and not slot.is_averaged):

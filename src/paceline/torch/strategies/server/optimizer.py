@@ -1,4 +1,4 @@
-"""The optimizer that the training loop uses if servers update the parameters."""
+"""Define the optimizer that the training loop uses if servers update the parameters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.torch.strategies.server.dense_parameters import DenseParameters
 
 
 class ServerOptimizer(Optimizer):
-    """Replaces the user's optimizer, with the same groups, hooks and schedulers, and with the state on the servers."""
+    """Replaces the user's optimizer. It has the same groups, hooks and schedulers, but its state is on the servers."""
 
-    # GradScaler leaves the division of the gradients to a fused optimizer. For this optimizer, GradScaler must divide.
+    # GradScaler must divide the gradients itself. If this were True, it would leave the division to the optimizer.
     _step_supports_amp_scaling = False
 
-    # Optimizer.__init__ is not called, because all other attributes come from the user's optimizer.
+    # Do not call Optimizer.__init__: all other attributes come from the user's optimizer.
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class ServerOptimizer(Optimizer):
         step: Callable[[], None],
         dense: DenseParameters | None,
     ) -> None:
-        """`step` sends the gradients and ends the iteration; `dense` is None without dense parameters."""
+        """`step` sends the gradients and ends the iteration. `dense` is None without dense parameters."""
         self.inner = inner
         self._step = step
         self._dense = dense
@@ -52,19 +52,19 @@ class ServerOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return hyperparameters, and the state from the servers, in torch's form. A rank may call this alone."""
+        """Return the hyperparameters, and the state from the servers, in torch's form. One rank may call this alone."""
         state = {} if self._dense is None else self._dense.read_state(self.inner)
         return {**self.inner.state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Write a state of torch's optimizer to the servers. Every rank calls this method."""
+        """Write a state of torch's optimizer to the servers. Every rank must call this method."""
         self.inner.load_state_dict({**state_dict, "state": {}})
         if self._dense is not None:
             self._dense.write_state(self.inner, state_dict["state"])
 
     @property
     def state(self) -> Any:
-        """Raise UsageError, because the state is on the servers, and a write to a local state would have no effect."""
+        """Raise UsageError, because the state is on the servers. A write to a local state would have no effect."""
         raise UsageError(
             "optimizer.state is on the servers: read it by optimizer.state_dict(), and set it by load_state_dict()"
         )

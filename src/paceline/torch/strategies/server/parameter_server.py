@@ -1,4 +1,4 @@
-"""Parameters on servers: ranks send gradients during backward, and receive values during the next forward.
+"""Keep parameters on servers: ranks send gradients during backward, and receive values during the next forward.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI'14. The order of the pulls
 follows Hashemi et al., "TicTac", and Jayarajan et al., "Priority-based Parameter Propagation", both MLSys'19.
@@ -38,32 +38,33 @@ from paceline.torch.strategies.server.optimizer import ServerOptimizer
 
 
 class ParameterServer(Strategy):
-    """One process per device; servers store the parameters and the optimizer's state, and make the updates.
+    """One process per device. Servers store the parameters and the optimizer's state, and make the updates.
 
     The servers store every parameter of the optimizer as float32, in a table per parameter group, and update it by the
-    optimizer's rule. ``backward()`` sends gradients in buckets of `bucket_mb` MiB as soon as a bucket is complete (a
-    large parameter without a copy); ``optimizer.step()`` sends the remaining gradients. Then the rank receives the new
-    values, those of the first layers first. Forward, like any other access, waits only for the parameters that it uses.
-    The program may write to parameters (clamping, initializing, loading): under sequential consistency at any time,
-    under other consistencies only before the first step. The next step sends these values to the servers. Every rank
-    must write the same values. Every rank starts with rank 0's buffers (such as BatchNorm's statistics); in training
-    each rank changes its own buffers, and a checkpoint contains rank 0's. Ranks may have different numbers of batches:
-    when a rank has no more batches, the other ranks continue without it until the next epoch.
+    optimizer's rule. ``backward()`` sends gradients in buckets of `bucket_mb` MiB. It sends a bucket when all its
+    gradients are computed. ``optimizer.step()`` sends the remaining gradients. Then the rank receives the new values,
+    those of the first layers first. Forward, like any other access, waits only for the parameters that it uses.
 
-    Changes of gradients between ``backward()`` and ``optimizer.step()`` (clipping, loss scaling) have the same effect
-    as on one device under sequential consistency, because ``backward()`` ends with averaging over the ranks, and
-    gradients are sent in the step. After three steps in which the program does not access gradients and runs
-    ``backward()`` once, gradients are sent during ``backward()``; a later change raises UsageError. With
-    `overlap=False` gradients are never sent during ``backward()``.
+    The program may write to parameters (clamping, initializing, loading), under sequential consistency at any time,
+    under other consistencies only before the first step. Every rank must write the same values. The next step sends
+    them to the servers. Every rank starts with rank 0's buffers (such as BatchNorm's statistics). In training each rank
+    changes its own buffers, and a checkpoint contains rank 0's. Ranks may have different numbers of batches. When a
+    rank has no more batches, the other ranks continue without it until the next epoch.
 
-    - `unused`: a parameter without a gradient is an ``"error"``, or is skipped (``"skip"``): its gradient counts as
-      zero if another rank has a gradient; otherwise the parameter is not updated, as with torch's optimizers.
+    Under sequential consistency, changes of gradients between ``backward()`` and ``optimizer.step()`` (clipping, loss
+    scaling) have the same effect as on one device. For this, ``backward()`` averages gradients over the ranks at its
+    end, and the step sends them. After three steps in which the program does not access gradients and runs
+    ``backward()`` once, ``backward()`` sends the gradients, and a later change raises UsageError. With `overlap=False`,
+    ``backward()`` never sends gradients.
+
+    - `unused`: a parameter without a gradient is an ``"error"``, or is skipped (``"skip"``). A skipped gradient counts
+      as zero if another rank has a gradient. If no rank has a gradient, the parameter is not updated.
     - `timeout`: time to wait for other processes.
-    - `filters` of gradients and of embeddings' pushed rows (a list, or a text such as ``quantize:4``; default:
-      ``paceline run --filters``), unless an embedding has its own filters. Parameters' values are not filtered.
-    - `pull_filters` of embeddings' pulled rows (default: the filters of `filters` that work on values and bytes).
+    - `filters`: filters for gradients, and for pushed rows of embeddings without own filters (a list, or a text such as
+      ``quantize:4``; default: ``paceline run --filters``). Parameters' values are not filtered.
+    - `pull_filters`: filters for pulled rows of embeddings (default: those of `filters` that work on values and bytes).
     - `consistency` (``BoundedDelay(tau=4)``), `replicas` and `min_replicas` (this number or more): the settings that
-      the program requires. The launcher sets the servers' settings; if they differ, the constructor raises UsageError.
+      the program requires. If the launcher has started servers with other settings, the constructor raises UsageError.
 
     Raises UsageError without servers: start the program with ``paceline run --strategy parameter-server``.
     """
@@ -200,8 +201,8 @@ class ParameterServer(Strategy):
         """Clip by the norm of the complete batch under sequential consistency.
 
         Under bounded delay and eventual consistency, clip by the norm of this rank's own gradients, which the servers
-        apply separately. Raises UsageError if ``backward()`` has already sent the gradients, because the program did
-        not access them in the first steps, and if ranks have different numbers of batches.
+        apply separately. If the program did not access gradients in the first steps, ``backward()`` has already sent
+        them, and this method raises UsageError. It also raises UsageError if ranks have different numbers of batches.
         """
         hands_on = None if self.dense is None else self.dense.hands_on
         if hands_on is not None and hands_on.is_early:
@@ -222,9 +223,9 @@ class ParameterServer(Strategy):
     @override
     def epoch(self, num_batches: int | None) -> Iterator[None]:
         """Return a context for an epoch. Under sequential consistency all ranks start it together."""
-        # Under sequential consistency, ranks exchange their numbers of batches before every epoch, because they wait
-        # for each other anyway; otherwise only before the first epoch. A rank that returns must join after all ranks
-        # have ended the last epoch, and before they continue.
+        # Ranks exchange their numbers of batches before the first epoch. Under sequential consistency they do so before
+        # every epoch, because they wait for each other anyway. A rank that left the last epoch early must join when all
+        # ranks have ended that epoch, and before they continue.
         has_retired, self._has_retired = self._has_retired, False
         any_retired = has_retired
         if self._is_sequential or self._is_uneven is None:
@@ -247,24 +248,24 @@ class ParameterServer(Strategy):
         self._num_epochs = number = self._num_epochs + 1
         try:
             yield
-        except GeneratorExit:  # the program ended the loop by `break`; other ranks may continue
+        except GeneratorExit:  # the program ended the loop by `break`
             if number == self._num_epochs:
                 self._leave_epoch()
             raise
 
     def _leave_epoch(self) -> None:
-        """Leave the iterations before the end of the data; drop gradients that were pushed without a following step."""
+        """Leave the servers' iterations before the end of the data. Drop pushed gradients that no step follows."""
         dense = self.dense
         if self.world_size == 1 or self._has_retired or dense is None:
             return
-        with contextlib.suppress(PacelineError):  # nothing catches an error here; the next request raises it again
+        with contextlib.suppress(PacelineError):  # the program cannot catch an error here; the next request raises it
             dense.drop_pushes()
             self.client.retire()
             self._has_retired = True
             dense.begin_iteration()
 
     def _meet(self) -> None:
-        """Wait until no rank averages gradients in a loop that this rank has left. Call this before an exchange."""
+        """Before an exchange, wait until all ranks have ended their loops, in which they average gradients."""
         if self.dense is not None:
             self.dense.hands_on.meet()
 
@@ -279,7 +280,7 @@ class ParameterServer(Strategy):
         return super().reduce(value, op)
 
     def _ran_out(self) -> None:
-        """Leave the iterations until the next epoch, unless all ranks have the same number of batches."""
+        """If ranks have different numbers of batches, leave the servers' iterations until the next epoch."""
         if self._is_uneven and not self._has_retired:
             if self.dense is not None:
                 self.dense.wait_all()
@@ -297,13 +298,13 @@ class ParameterServer(Strategy):
             self.dense.wait_all()
             self._meet()
             self.dense.write_back(all_present=True)
-            self.barrier()  # so that the values include every rank's last push
+            self.barrier()  # the values then include every rank's last push
             self.dense.pull_all()
         return super().gather_values()
 
     @override
     def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        self.gather_values()  # so that no message is in flight
+        self.gather_values()  # wait for all messages
         super()._scatter_values(values)
         if self.dense is not None:
             self.dense.write_values()
@@ -336,7 +337,7 @@ class ParameterServer(Strategy):
             self._end(at_once=True, error=error)
 
     def _end(self, *, at_once: bool, error: BaseException | None = None, with_process: bool = False) -> str | None:
-        """Close. Return another rank's report of its exception, unless this rank ends with an exception itself."""
+        """Close. If another rank has reported its exception and this rank has no exception, return the report."""
         atexit.unregister(self._end)
         error = getattr(sys, "last_value", None) if with_process else error
         dense, self.dense = self.dense, None
@@ -360,7 +361,7 @@ class ParameterServer(Strategy):
 
 
 def refuse_gradients(model: nn.Module, rank: int, trained: set[nn.Parameter]) -> None:
-    """Make ``backward()`` raise UsageError for a gradient of a parameter of `model` that is not in `trained`."""
+    """Make ``backward()`` raise UsageError if it computes a gradient of a `model`'s parameter not in `trained`."""
 
     def refuse(parameter: nn.Parameter) -> None:
         if parameter in trained:

@@ -1,4 +1,4 @@
-"""The thread that sends gradients to the servers during backward, and receives values during forward."""
+"""Run a thread that sends gradients to the servers during backward, and receives values during forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.ps import Client, Ticket
 from paceline.torch.strategies.server.dense_tables import Bucket
 from paceline.torch.strategies.server.staging import Staging
 
-_PULLS_AT_ONCE = 3  # maximum of pulls in flight: enough to keep servers busy; more would only need memory for replies
+_PULLS_AT_ONCE = 3  # pulls in flight: enough to keep servers busy; more would only need more memory
 
 
 class PushPull:
@@ -27,8 +27,8 @@ class PushPull:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._num_unacknowledged = 0  # iterations whose pushes are not acknowledged
-        self._num_stale = 0  # buckets whose current values have not arrived
+        self._num_unacknowledged = 0  # number of iterations with unacknowledged pushes
+        self._num_stale = 0  # number of buckets whose current values have not arrived
         self._pushes: list[Ticket] = []
         self._thread = threading.Thread(target=self._run, name="paceline-push-pull", daemon=True)
         self._thread.start()
@@ -76,7 +76,7 @@ class PushPull:
         raise error
 
     def close(self, *, at_once: bool) -> None:
-        """End the thread, with `at_once` immediately, otherwise after the work in flight. Idempotent."""
+        """End the thread: with `at_once` immediately, otherwise after its pending work. Idempotent."""
         self._jobs.put(None)
         if at_once:
             self._fail(UsageError("the strategy was closed while parameters were in flight"))
@@ -95,7 +95,7 @@ class PushPull:
                 return
             if self._failure is None:
                 try:
-                    # otherwise an access to a parameter waits for this thread itself
+                    # without this context, an access to a parameter would wait for this thread itself
                     with torch._C.DisableTorchFunctionSubclass():
                         job()
                 except BaseException as error:

@@ -1,7 +1,7 @@
-"""Copy between parameters and the host memory of a client's messages.
+"""Copy gradients and values between parameters and the memory of messages.
 
-A bucket inside one float32 parameter on the CPU needs no copy. Any other bucket has a buffer of the bucket's size. For
-parameters on CUDA the buffer is in pinned memory, and is copied on a side stream.
+A bucket that lies in one float32 parameter on the CPU needs no copy. Any other bucket has a buffer of its size. If the
+parameters are on CUDA, the buffer is in pinned memory, and a side stream copies it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Staging:
-    """Moves gradients and values of one strategy's parameters, all on `device`."""
+    """Copies gradients and values of a strategy's parameters, which are all on `device`."""
 
     def __init__(self, device: torch.device, factor: float) -> None:
         self._device = device
@@ -31,7 +31,7 @@ class Staging:
         self._copied: dict[Bucket, Any] = {}  # the CUDA event after a bucket's last copy on the side stream
 
     def collect(self, bucket: Bucket) -> None:
-        """Start to copy a bucket's gradients. The thread of backward calls this when the gradients are complete."""
+        """Start to copy a bucket's gradients. Backward's thread calls this when it has computed all of them."""
         if self._is_direct(bucket) and _is_plain(bucket.slots[0].grad):
             return
         self.prepare_copies()
@@ -62,7 +62,7 @@ class Staging:
                     buffer[target].mul_(self._factor)
 
     def gradients(self, bucket: Bucket) -> list[tuple[int, Floats]]:
-        """Return a bucket's gradients as contiguous runs: (number of the first element in the table, gradients)."""
+        """Return a bucket's gradients in contiguous pieces: (number of the first element in the table, gradients)."""
         if self._is_direct(bucket):
             slot = bucket.slots[0]
             grad = slot.grad
@@ -140,7 +140,7 @@ def _is_plain(grad: torch.Tensor | None) -> bool:
 
 
 def _pieces(bucket: Bucket) -> list[tuple[Slot, slice, slice]]:
-    """Return for each parameter of a bucket its slot, its elements in the bucket, and their place in the bucket."""
+    """Return for each parameter of a bucket: slot, range of elements in the parameter, and range in the bucket."""
     pieces = []
     for slot in bucket.slots:
         start, stop = max(bucket.start, slot.start), min(bucket.stop, slot.start + slot.size)

@@ -1,7 +1,7 @@
-"""Parameters that record the program's accesses to gradients and values, and make accesses wait for values in flight.
+"""Parameters that record accesses to their gradients and values, and make accesses wait for values in flight.
 
-Changes through ``.data`` and by some operations (``GradScaler``'s) do not change a tensor's version. But each such
-change first reads an attribute of the parameter, and the classes of this module record these accesses.
+Some changes do not increase a tensor's version: through ``.data``, and by some operations such as GradScaler's. But
+each of them first reads an attribute of the parameter. The classes of this module record these reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _data: Any = torch._C.TensorBase.data
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient without recording the access or waiting for values."""
+    """Return a parameter's gradient, without recording the access and without waiting for values."""
     with torch._C.DisableTorchFunctionSubclass():
         found: Tensor | None = _grad.__get__(parameter)
     return found
@@ -51,12 +51,12 @@ class WatchedSlot(Protocol):
 class WatchedParameter(nn.Parameter):
     """A parameter that records accesses to its gradient and to its memory.
 
-    The records are in its slot (:class:`WatchedSlot`). Copies of the parameter are not watched.
+    The slot of the parameter (:class:`WatchedSlot`) stores these records. Copies of the parameter record nothing.
     """
 
     plain: type[nn.Parameter]
     arriving: type[WatchedParameter]
-    """The class of the parameter while values are in flight: every operation waits for the values."""
+    """The class of the parameter while values are in flight. Every operation then waits for the values."""
 
     @property
     def data(self) -> Tensor:
@@ -194,7 +194,7 @@ class ValueWatch:
         self.reset()
 
     def reset(self) -> None:
-        """Record that the current values, or the values in flight, are the servers' values."""
+        """Record that the parameter now has, or will receive, the servers' values."""
         with torch._C.DisableTorchFunctionSubclass():
             self._version = self._parameter._version
         self._shown: Tensor | None = None
@@ -203,7 +203,7 @@ class ValueWatch:
         self._aliases = [alias for alias in self._aliases if alias() is not None]
 
     def expose(self, alias: Any) -> None:
-        """Record that the program has an `alias` of the memory: NumPy arrays can be written without a new version."""
+        """Record that the program has an `alias` of the memory, such as a NumPy array, which it can write unnoticed."""
         memory = memory_of(self._parameter)
         if memory.device.type == "cpu" and memory.layout is torch.strided:
             self._aliases.append(weakref.ref(alias))
@@ -220,7 +220,7 @@ class ValueWatch:
             self._checksum = _checksum(memory_of(self._parameter))
 
     def show(self) -> None:
-        """Copy the memory before the program gets access, because the program can write without a new version."""
+        """Copy the memory before the program gets access to it, to detect a write that does not change the version."""
         if self._shown is None:
             self._shown = memory_of(self._parameter).clone()
 
@@ -244,7 +244,7 @@ class GradientWatch:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
-        self.keeps = False  # whether to copy a gradient before the program gets access, to detect a change
+        self.keeps = False  # whether to copy a gradient before an access, to detect a change
         self.close()
 
     def open(self) -> None:
@@ -266,7 +266,7 @@ class GradientWatch:
             self._shown = None if grad is None else grad.detach().clone()
 
     def replace(self, grad: Tensor | None) -> None:
-        """Record that the program sets `grad` as the gradient, after a backward or instead of one."""
+        """Record that the program sets the gradient to `grad`."""
         if self._is_open:
             self.was_replaced = True
         elif grad is not None:
@@ -290,7 +290,7 @@ def _checksum(memory: Tensor) -> int:
 def _is_same(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided:
         one, other = one.to_dense(), other.to_dense()
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]  # as bits, NaN equals NaN
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]  # NaN equals NaN
     return torch.equal(*bits)
 
 
@@ -298,10 +298,10 @@ _Wait = Callable[[nn.Parameter], None]
 
 
 class WaitingParameters(dict[str, Any]):
-    """A module's own parameters; an access such as ``module.weight`` waits for the values.
+    """The dictionary of a module's parameters. An access such as ``module.weight`` waits for the values.
 
-    This dictionary replaces the dictionary of parameters of ``nn.Module``. Forward pre-hooks would not be enough,
-    because other modules may read the parameters without a forward.
+    It replaces the dictionary ``_parameters`` of ``nn.Module``. Forward pre-hooks would not be enough, because other
+    modules may read the parameters without a forward of this module.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], wait: _Wait) -> None:
@@ -334,15 +334,14 @@ class WaitingParameters(dict[str, Any]):
         return super().values()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a plain dictionary, because servers do not update a copy of the module."""
+        """Copy and pickle as a plain dictionary, because servers do not update copies of the module."""
         return (dict, (list(self.items()),))
 
 
 def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
     """Make every access to the parameters of `model` wait for values. Return a function that undoes this change.
 
-    Recurrent modules need a forward pre-hook, because they also store their parameters in a list. Recurrent modules
-    read this list without an access that waits.
+    Recurrent modules read their parameters from another list, which does not wait. So they get a forward pre-hook.
     """
     handles = []
     guarded: list[tuple[nn.Module, WaitingParameters]] = []
@@ -365,7 +364,7 @@ def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
 
 
 class _WaitBefore:
-    """A forward pre-hook that waits for the values of a module. A copy of the module does not wait."""
+    """A forward pre-hook that waits for the values of a module. In a copy of the module, it does not wait."""
 
     def __init__(self, parameters: WaitingParameters | None = None) -> None:
         self._parameters = parameters

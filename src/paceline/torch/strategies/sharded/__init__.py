@@ -1,1 +1,1 @@
-"""The strategy ``sharded``: every process keeps a part of each parameter, its gradient and the optimizer's state."""
+"""The strategy ``sharded``: every process has a part of each parameter, its gradient and its optimizer state."""

@@ -1,6 +1,6 @@
-"""Call PyTorch functions that do not support shards with complete tensors instead. Every process must make such a call,
-which gathers the shards in the arguments. If the function changes a tensor in place, each process keeps its part of the
-result. The gradient of a gathered parameter is the mean over the processes.
+"""Call PyTorch functions that do not support shards with complete tensors instead. Such a call gathers the shards in
+the arguments, so every process must make it. If the function changes a tensor in place, each process keeps its part of
+the result. The gradient of a gathered parameter is averaged over the processes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from paceline.torch.strategies.base import Strategy
 
 _NUMBERS: Final = ("item", "tolist", "__bool__", "__float__", "__format__", "__index__", "__int__", "__reduce_ex__")
 _RANDOM: Final = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "rand_like", "randn_like", "dropout")
-"""Endings of random functions' names. These functions would draw the same numbers for each process's shard."""
+"""Endings of random functions' names. With shards, these functions would draw the same numbers for each shard."""
 _IN_PLACE: Final = ("__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__")
 _strategies: WeakKeyDictionary[DeviceMesh, Strategy] = WeakKeyDictionary()
 
 
 def compute_complete(mesh: DeviceMesh, strategy: Strategy) -> None:
-    """Make functions that do not support shards compute with complete tensors, for shards of `mesh`."""
+    """For shards of `mesh`, let functions that do not support shards compute with complete tensors."""
     _strategies[mesh] = strategy
-    # Lists may contain both unsharded tensors and shards, so this warning of PyTorch is wrong here.
+    # PyTorch warns of lists with both shards and unsharded tensors, but here such lists are correct.
     warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
     DTensor.__torch_function__ = classmethod(_call)  # type: ignore[assignment, method-assign]
 
 
 def as_shard(value: Any, like: Tensor) -> Any:
-    """Return this rank's part of a complete tensor with the shape of the sharded `like`. Other values are unchanged."""
+    """If `like` is sharded and `value` a complete tensor, return this rank's part of `value`, else `value` itself."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != like.shape:

@@ -19,11 +19,11 @@ _WITHOUT_SHARDS: Final = tuple(
     for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Rprop")
     if hasattr(torch.optim, name)
 )
-"""Optimizers that need complete parameters, or operations that PyTorch does not support for shards."""
+"""Optimizers that need complete parameters, or that use operations without support for shards in PyTorch."""
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter that a shard has replaced: it is empty, and access to its gradient raises UsageError."""
+    """A parameter that was replaced by a shard. It is empty, and access to its gradient raises UsageError."""
 
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
@@ -34,7 +34,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raise UsageError for a model without parameters, or with hooks of parameters, several dtypes or sparse layers."""
+    """Raise UsageError for a model that has no parameters, or has parameter hooks, several dtypes or sparse layers."""
     if not any(True for _ in model.parameters()):
         raise UsageError("strategy sharded: the model has no parameters, so there is nothing to shard")
     for name, parameter in model.named_parameters():
@@ -86,7 +86,7 @@ def _check_optimizer(optimizer: Optimizer, own: set[int]) -> None:
 
 
 def replace(optimizer: Optimizer, shards: Mapping[int, nn.Parameter]) -> None:
-    """Replace an optimizer's parameters and their state by `shards`, which has a shard for the id of each parameter."""
+    """Replace an optimizer's parameters, and their state, by `shards`. The keys are the ids of the parameters."""
     for group in optimizer.param_groups:
         group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
     for parameter in [parameter for parameter in optimizer.state if id(parameter) in shards]:
@@ -95,7 +95,7 @@ def replace(optimizer: Optimizer, shards: Mapping[int, nn.Parameter]) -> None:
 
 
 def retire(parameters: Iterable[nn.Parameter]) -> None:
-    """Free complete parameters that shards have replaced; later access to their gradients raises UsageError."""
+    """Free complete parameters that were replaced by shards. Later access to their gradients raises UsageError."""
     for parameter in parameters:
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -103,14 +103,14 @@ def retire(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def shard_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Convert complete values in `state` to shards. A hook before ``load_state_dict`` of modules with parameters."""
+    """Convert complete values in `state` to shards (a hook before ``load_state_dict`` of modules with parameters)."""
     for name, parameter in module._parameters.items():
         if parameter is not None and prefix + name in state:
             state[prefix + name] = as_shard(state[prefix + name], parameter)
 
 
 def shard_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Convert complete values in `state` to shards. A hook before an optimizer's ``load_state_dict``."""
+    """Convert complete values in `state` to shards (a hook before an optimizer's ``load_state_dict``)."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shards = {
         number: {key: as_shard(value, parameters[number]) for key, value in entries.items()}
@@ -120,7 +120,7 @@ def shard_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_complete(value: Any, *, keep: bool) -> Any:
-    """Return a complete copy of a sharded tensor on the CPU; None unless `keep`. Every rank calls this function."""
+    """If `keep`, return a complete copy of a sharded tensor on the CPU. Every rank must call this function."""
     if not isinstance(value, DTensor):
         return value
     complete: Tensor = value.full_tensor().detach()
@@ -133,7 +133,7 @@ def clip_shards(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: 
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
     is_largest = norm_type == float("inf")
-    # the sum of norm**norm_type (for an infinite norm: the maximum) of the shards, and of the unsharded gradients
+    # sums of norm**norm_type (for an infinite norm: maxima) over the shards, and over the unsharded gradients
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     for grad, local in zip(grads, locals_, strict=True):
@@ -151,7 +151,7 @@ def clip_shards(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: 
 
 
 def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Copy the views in an output, because in-place changes of views would remove hooks of ``fully_shard``."""
+    """Copy the views in an output, because an in-place change of a view would remove the hook of ``fully_shard``."""
     return tree_map_only(
         Tensor, lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output
     )

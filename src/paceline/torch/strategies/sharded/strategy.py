@@ -43,20 +43,20 @@ from paceline.torch.strategies.sharded.units import choose_units, shard_dimensio
 class Sharded(Strategy):
     """Fully sharded data parallelism over PyTorch's ``fully_shard`` (FSDP2).
 
-    Each process keeps 1/n of every parameter, of its gradient and of the optimizer's state. The parameters of a *unit*
-    (a block of the model) are gathered before the unit's forward and again before its backward, and freed after each
-    pass. Each process then receives its part of the averaged gradients. The result is the same as under ``all-reduce``.
+    Each process has 1/n of every parameter, of its gradient and of the optimizer's state. The parameters of a *unit* (a
+    block of the model) are gathered before the unit's forward and again before its backward, and freed after each pass.
+    After a backward, each process receives its part of the averaged gradients. The result is that of ``all-reduce``.
 
-    - `units`: names of the modules that are gathered together, with ``*`` for any one part of a name (``blocks.*``);
-      None: as in ``paceline run --shard``, else by :func:`~paceline.torch.strategies.sharded.units.choose_units`.
-    - `data_parallel`: number of groups of processes; each group has one complete model in shards, and the groups
-      average their gradients.
+    - `units`: names of the modules that are units, with ``*`` for any one part of a name (``blocks.*``); default:
+      ``paceline run --shard``, else :func:`~paceline.torch.strategies.sharded.units.choose_units`.
+    - `data_parallel`: number of groups of processes. The shards of a group are one complete model. The groups average
+      their gradients.
     - `timeout`: time to wait for a rank.
 
     Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao
     et al., "PyTorch FSDP", VLDB 2023.
 
-    Raises UsageError for options that do not fit the number of processes.
+    Raises UsageError for options that contradict the number of processes.
     """
 
     name: ClassVar[str] = "sharded"
@@ -84,7 +84,7 @@ class Sharded(Strategy):
             torch.cuda.set_device(chosen)
         super().__init__(Ranks.meet(timeout, backend="paceline"), device=chosen, seed=seed)
         self.units: list[str] = []
-        """The names of the model's units; set by :meth:`prepare`."""
+        """The names of the model's units. :meth:`prepare` sets them."""
         self._group: Any = None
         """The process group of the ranks with the shards of one model; None on a single rank."""
 
@@ -103,7 +103,7 @@ class Sharded(Strategy):
                 self.deferred.fill()
             return models, optimizers
         shards: dict[int, nn.Parameter] = {}
-        before: list[nn.Parameter] = []  # kept alive, so that their ids are not used again
+        before: list[nn.Parameter] = []  # keep them alive, so that their ids stay unique
         for model, names in zip(inner, units, strict=True):
             complete = dict(model.named_parameters())
             before += complete.values()
@@ -141,7 +141,7 @@ class Sharded(Strategy):
             fully_shard(
                 unit,
                 mesh=mesh,
-                reshard_after_forward=True,  # also for the outermost module: gathered parameters are stale after a step
+                reshard_after_forward=True,  # a step would not update gathered parameters
                 shard_placement_fn=place,
                 ignored_params=set(replicated),
             )
@@ -170,8 +170,8 @@ class Sharded(Strategy):
         parameter.grad.copy_(self.reduce(parameter.grad))
 
     def _meet_forward(self, called: nn.Module, _: Any) -> None:
-        """Raise UsageError if a rank calls a model alone, for example to evaluate it."""
-        if torch._C._current_graph_task_id() == -1:  # within backward, a checkpointed forward is repeated: no new call
+        """Raise UsageError if not all ranks call the model, for example if only rank 0 evaluates it."""
+        if torch._C._current_graph_task_id() == -1:  # otherwise backward repeats a checkpointed forward
             models = [getattr(model, "_orig_mod", model) for model in self.models]  # without torch.compile's wrapper
             number = next(number for number, other in enumerate(models) if other is called)
             how = "train" if called.training and torch.is_grad_enabled() else "evaluate"
@@ -179,8 +179,8 @@ class Sharded(Strategy):
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context without effect, because a rank has no memory for complete gradients. Every backward averages
-        the gradients and adds them to the shards, which has the same result.
+        """Return a context without effect, because a rank has no memory for complete gradients. In it, every backward
+        averages the gradients and adds them to the shards. The result is the same.
         """
         return contextlib.nullcontext()
 
@@ -193,8 +193,8 @@ class Sharded(Strategy):
 
     @override
     def gather_values(self) -> dict[str, Tensor]:
-        """Return the complete parameters and persistent buffers by name, on rank 0. Every rank calls this method."""
-        # An exchange in the strategy's own group comes first: if only one rank saves, its error names this rank.
+        """Return the complete parameters and persistent buffers by name, on rank 0. Every rank must call this."""
+        # If only one rank saves, this exchange raises an error that names the rank.
         self._ranks.exchange_as("gathers the model's values, as save() does", None)
         values = {name: as_complete(value, keep=self.is_main) for name, value in super().gather_values().items()}
         return values if self.is_main else {}
@@ -207,7 +207,7 @@ class Sharded(Strategy):
 
     @override
     def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
-        """Return the complete optimizer state in torch's form, by parameter number, on rank 0. Every rank calls it."""
+        """Return the complete optimizer state by parameter number on rank 0. Every rank must call this method."""
         return {
             position: {key: as_complete(value, keep=self.is_main) for key, value in entries.items()}
             for position, entries in super().gather_optimizer_state(number).items()

@@ -1,7 +1,7 @@
 """Reset the state of ``fully_shard`` after a forward or backward pass that raised an exception.
 
-Otherwise ``fully_shard`` would continue from the unfinished pass: a unit would stay gathered with old values, or its
-gradient would not be scattered.
+Otherwise ``fully_shard`` would continue the unfinished pass. A unit would stay gathered with old values, or the ranks
+would not average and divide its gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Unfinished:
 
     def _begin_forward(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # backward repeats a checkpointed forward, which is no new pass
+            return  # backward repeats a checkpointed forward: not a new pass
         if self._is_forward or self._is_backward:
             self._reset()
         self._is_forward = True
@@ -46,7 +46,7 @@ class Unfinished:
         self._model.reset_iter_state()
         units: list[Any] = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
-            unit.unshard()  # to reach the gradients of gathered parameters that were not scattered
+            unit.unshard()  # makes gradients of complete parameters accessible
             for parameter in unit.parameters():
                 if not isinstance(parameter, DTensor):
                     parameter.grad = None

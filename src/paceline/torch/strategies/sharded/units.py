@@ -1,6 +1,7 @@
-"""Choose the units of a sharded model (the blocks that are gathered as a whole), and the dimension along which a
-parameter is sharded. Pure. A process gathers one unit at a time, so it has at most one complete unit in addition to its
-shards.
+"""Choose the units of a sharded model, and the dimension along which a parameter is sharded. Pure.
+
+A unit is a block of the model that a process gathers as a whole, one unit at a time. So a process has at most one
+complete unit in addition to its shards.
 """
 
 from __future__ import annotations
@@ -16,22 +17,21 @@ from torch import nn
 from paceline.errors import UsageError
 
 LEAST_NUMEL: Final = 1 << 16
-"""Minimum number of parameters in an automatic unit: each unit costs three collectives of about 0.1 ms per step.
-"""
+"""Minimum number of parameters in a unit without `patterns`. A unit costs three collectives of 0.1 ms per step."""
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def choose_units(model: nn.Module, patterns: Sequence[str] = (), *, least: int = LEAST_NUMEL) -> list[str]:
-    """Return the names of a model's units, inner ones before the units that contain them; never the model itself.
+    """Return the names of a model's units. Inner units come before the units that contain them.
 
-    Without `patterns`, the units are the modules of the outermost ``nn.Sequential``, ``ModuleList`` and ``ModuleDict``
-    (a transformer's blocks), and the other modules next to these containers (the transformer's embedding and head), if
-    they have at least `least` parameters and share no parameter with the rest of the model. A pattern is a module's
-    name, with ``*`` for any one part of it: ``blocks.*``.
+    Without `patterns`, the units are the modules in the outermost ``nn.Sequential``, ``ModuleList`` and ``ModuleDict``
+    (a transformer's blocks), and the other modules next to these containers (the transformer's embedding and head).
+    They must have at least `least` parameters and share no parameter with the rest of the model. A pattern is a
+    module's name, with ``*`` for any one part of the name: ``blocks.*``.
 
-    Raises UsageError for a pattern without a matching module, or only with modules that cannot be units: the model
-    itself, modules without parameters or without a forward (``ModuleList``), and modules that share a parameter with
-    another part of the model.
+    Raises UsageError for a pattern that matches no module that can be a unit. These cannot be units: the model itself,
+    modules without parameters or without a forward (``ModuleList``), and modules that share a parameter with another
+    part of the model.
     """
     if not patterns:
         return [

@@ -1,1 +1,1 @@
-"""The model, outputs, losses and gradients that the training loop sees; they behave as in one process."""
+"""The model, outputs, losses and gradients that the training loop uses. They behave as in one process."""

@@ -33,19 +33,19 @@ class StepRunner(Protocol):
         loss_of: LossOf | None = None,
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> None:
-        """Run this rank's actions of `orders` in `step`; `doing` describes the loop's position for error messages."""
+        """Run this rank's actions of `orders` in `step`. `doing` describes the program's position in error messages."""
 
     def share_output(
         self, step: PipelineStep, rows: int, output_rows: OutputRows, known: Any, weights: NumberWeights
     ) -> tuple[Any, list[Tensor]]:
-        """Return the whole output on every rank."""
+        """Return the output of the whole batch on every rank."""
 
     def share_losses(self, losses: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the losses of the last stage on every rank."""
+        """Return the last stage's losses on every rank."""
 
 
 class ModelCall:
-    """One call of the model, which runs when the loop requests its values or the gradients of a loss."""
+    """One call of the model. It runs when the loop needs the output's values or the gradients of a loss."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ModelCall:
         *,
         grads: bool,
     ) -> None:
-        """`output` describes the result for the whole batch; None if the description is not known yet."""
+        """`output` describes the output of the whole batch; None if the description is not known yet."""
         self.rows = rows
         self._output_rows = output_rows
         self._runner = runner
@@ -77,7 +77,7 @@ class ModelCall:
         return self._joined is not None and not self._is_done
 
     def values(self) -> Sequence[Tensor]:
-        """Return the output's tensors on every rank, after the forwards of all microbatches."""
+        """Run the forwards of all microbatches, unless they have run, and return the output's tensors on every rank."""
         if self._joined is None:
             if not self._is_done:
                 with torch.set_grad_enabled(self._grads):
@@ -87,7 +87,7 @@ class ModelCall:
             )
             if self._grads and not self._is_done:
                 anchor = torch.zeros((), requires_grad=True)
-                # Put the parameters into the graph. Then torch.autograd.grad() reaches _Joined, which raises
+                # Put the parameters into the graph, so that torch.autograd.grad() reaches _Joined, which raises
                 # UsageError.
                 parameters = [own for own in self._runner.module.parameters() if not own._backward_hooks]
                 tensors = list(_Joined.apply(self, anchor, len(parameters), *parameters, *tensors))  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class ModelCall:
         return torch.stack([self._losses[term.base] * term.scale for term in terms]).sum()
 
     def backward(self, grads: Sequence[Tensor | None]) -> None:
-        """Run the backwards, given the gradients of the whole output. Call it after :meth:`values`."""
+        """Run the backwards, given the gradients of the whole output. Call this method after :meth:`values`."""
         self._check_graph()
         bounds = row_bounds(self.rows, self._number_of_parts)
         by_part = {
@@ -149,7 +149,10 @@ class ModelCall:
             )
 
     def number_weights(self, leaf: int) -> Sequence[float]:
-        """Return each microbatch's weight in a number of the batch, such as the loss, on the last stage's rank."""
+        """Return the weight of each microbatch's number (such as a loss) in the batch's number.
+
+        Only the last stage's rank knows the weights.
+        """
         if leaf not in self._weights:
             bounds = row_bounds(self.rows, self._number_of_parts)
             rows = [end - begin for begin, end in itertools.pairwise(bounds)]
@@ -168,7 +171,7 @@ class ModelCall:
 
 
 class _Joined(torch.autograd.Function):
-    """The output's tensors as a node of the loop's autograd graph. The node's backward runs the stages' backwards."""
+    """A node of the loop's autograd graph with the output's tensors. Its backward runs the stages' backwards."""
 
     @staticmethod
     def forward(ctx: Any, call: ModelCall, anchor: Tensor, num_parameters: int, *tensors: Tensor) -> tuple[Tensor, ...]:

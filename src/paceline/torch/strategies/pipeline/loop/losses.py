@@ -1,7 +1,7 @@
-"""Losses in parts: the sum of the microbatches' parts is exactly the loss of the whole batch.
+"""Compute a loss as a sum of one part per microbatch, which is exactly the loss of the whole batch.
 
-Each part is divided by the number of targets in the whole batch, which depends on the targets alone. So microbatches of
-unequal size, ignored targets and class weights do not change the result.
+Each part is divided by the number of targets in the whole batch. This number depends on the targets alone. So
+microbatches of unequal size, ignored targets and class weights do not change the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class RowOperation:
-    """A call of a function on a pending output, to be repeated for each microbatch."""
+    """A call of a function on an output that is not computed yet. The pipeline makes the call for each microbatch."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -48,9 +48,9 @@ class RowOperation:
 def as_operation(
     function: Any, shape: Sequence[int], rows: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[RowOperation, list[int]] | None:
-    """Return the operation for a call that treats every row separately, and the result's shape; None for other calls.
+    """If a call computes every row separately, return its operation and the shape of the result, else None.
 
-    `shape` is the shape of the whole tensor, for a batch of `rows`. A view keeps examples apart if the length of its
+    `shape` is the shape of the whole tensor, for a batch of `rows`. A view does not mix examples if the length of its
     first dimension is proportional to the number of examples.
     """
     name = getattr(function, "__name__", "")
@@ -82,16 +82,16 @@ def as_operation(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialLoss(ABC):
-    """Abstract: a term of a loss. The term is the sum of one part per microbatch."""
+    """Abstract: a term of a loss, which is the sum of one part per microbatch."""
 
     leaf: int
     base: int = field(default_factory=lambda: next(_numbers))
-    """A unique number of the term. Multiples of the term have the same number."""
+    """A unique number of the term. The term times a factor has the same number."""
     scale: float | Tensor = 1.0
 
     @abstractmethod
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
-        """Return the part of microbatch `number`, without `scale`, for a batch of `rows` in `parts` microbatches."""
+        """Return microbatch `number`'s part, without the factor `scale`. The batch has `rows` rows in `parts` parts."""
 
     def times(self, factor: float | Tensor) -> Self:
         return replace(self, scale=self.scale * factor)
@@ -102,12 +102,12 @@ class ReturnedLoss(PartialLoss):
     """A loss that the model itself returns."""
 
     weights: Callable[[int], Sequence[float]]
-    """A function that returns the weight of each microbatch's loss, given the leaf."""
+    """A function that returns the weight of each microbatch's loss, given the loss's number in the output."""
 
     @override
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
         weight = self.weights(self.leaf)[number]
-        return output * weight if weight else output.nan_to_num() * 0.0  # a microbatch without targets has the mean NaN
+        return output * weight if weight else output.nan_to_num() * 0.0  # the mean over no targets is NaN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class OutputLoss(PartialLoss):
     target: Tensor
     options: Mapping[str, Any]
     norm: float | Tensor
-    """The factor of the sum; for a mean, 1 divided by the number of targets."""
+    """The factor of the sum over examples; for a mean, 1 divided by the number of targets."""
 
     @override
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
@@ -140,7 +140,7 @@ def as_term(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> OutputLoss | None:
-    """Return the loss for a call of one of :data:`LOSSES` on an output; None if the loss is not a sum over rows."""
+    """Return the loss that a call of one of :data:`LOSSES` computes; None if the loss is not a sum over rows."""
     if function not in LOSSES or not shape:
         return None
     bound = inspect.signature(function).bind(None, *args, **kwargs)
@@ -171,7 +171,7 @@ def as_term(
 
 
 def count_targets(target: Tensor, ignored: int, weight: Tensor | None) -> float | Tensor:
-    """Return the divisor of a classification loss's mean, as in PyTorch; `weight`: the weights of the classes."""
+    """Return the number by which PyTorch divides a classification loss's mean; `weight`: the weights of the classes."""
     if target.is_floating_point():  # targets are class probabilities; with rows, the classes are in dimension 1
         return float(target.numel() // target.shape[1 if target.dim() > 1 else 0])
     counted = target[target != ignored]

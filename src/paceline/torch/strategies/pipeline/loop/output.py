@@ -1,8 +1,8 @@
 """The output of a pipeline in the training loop: a tensor whose values are computed at first use.
 
 If the loop calls ``backward()`` on a loss of this output, and microbatches can compute parts of the loss, the whole
-schedule runs in ``backward()``. If the loop reads values earlier, all forwards run at that time, and the backwards run
-later, in PyTorch's ordinary backward pass.
+schedule runs in ``backward()``. If the loop reads a value before, the forwards run when the value is read, and the
+backwards run later, in PyTorch's ordinary backward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _PendingTensor(torch.Tensor):
         raise NotImplementedError
 
     def follow(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a call that needs no values of this tensor; ``NotImplemented`` for other calls."""
+        """Return the result of a call that needs no values of this tensor; ``NotImplemented`` if it needs values."""
         return NotImplemented
 
     @classmethod
@@ -79,7 +79,7 @@ class _PendingTensor(torch.Tensor):
 
 
 class PendingOutput(_PendingTensor):
-    """One tensor of a model's output."""
+    """One tensor of a model's output, whose values are not computed yet."""
 
     def __init__(
         self,
@@ -124,9 +124,9 @@ class PendingOutput(_PendingTensor):
 
 
 class PendingLoss(_PendingTensor):
-    """A loss of outputs that are not computed yet.
+    """A loss of outputs whose values are not computed yet.
 
-    ``backward()`` of the loss runs the schedule, which computes the value.
+    The loss's ``backward()`` runs the schedule, which also computes the loss.
     """
 
     def __init__(

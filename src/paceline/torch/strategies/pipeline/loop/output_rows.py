@@ -1,9 +1,9 @@
 """Combine the outputs of microbatches into the output of the batch: join rows, add numbers such as a loss.
 
-The graph determines how a number is computed. If the number is a sum over rows, the microbatches' numbers are added. If
-the number is a mean, the microbatches' numbers are averaged, weighted by their rows or, for a classification loss, by
-their targets that are not ignored. The targets depend on the model's arguments alone, so the weights are known before
-the forward.
+The model's graph shows how a number is computed. If the number is a sum over rows, the microbatches' numbers are added.
+If it is a mean, they are averaged. The weight of a microbatch is its number of rows or, for a classification loss, its
+number of targets that are not ignored. The targets depend on the model's arguments alone, so the weights are known
+before the forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.torch.strategies.splitting import check_outputs
 _PASSING: Final = {"alias", "clone", "contiguous", "detach", "double", "float", "neg", "squeeze", "to", "_to_copy"}
 _BY_CLASS: Final = {*(loss.__name__ for loss in BY_CLASS), "cross_entropy_loss", "nll_loss_nd"}
 _ELEMENTWISE: Final = {*(loss.__name__ for loss in ELEMENTWISE), "soft_margin_loss", "kl_div"}
-_REDUCTIONS: Final = ("none", "mean", "sum")  # PyTorch's operations use the index in this tuple
+_REDUCTIONS: Final = ("none", "mean", "sum")  # the indexes are the numbers in PyTorch's operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class NumberRule:
 
     kind: Literal["constant", "sum", "mean over rows", "mean over targets"]
     counted: fx.Node | None = None
-    """For a mean over targets: the node of the targets, or of the number by which the model divides a sum."""
+    """For a mean over targets: the node that computes the targets, or the number by which the model divides a sum."""
     ignored: int | None = None
     by_class: fx.Node | None = None
     plain: Mapping[fx.Node, Any] = field(default_factory=dict, compare=False)
-    """Values of the nodes whose numbers are equal in all batches."""
+    """The values of nodes that compute the same number in all batches."""
     terms: tuple[NumberRule, ...] = ()
-    """For a sum of two numbers: the rules of the two numbers, which must give equal weights."""
+    """If the number is a sum of two numbers: their rules, which must result in equal weights."""
 
     def weights(self, graph: LayerGraph, arguments: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[float]:
-        """Return the weight of each microbatch's number, given the microbatches' arguments and numbers of rows."""
+        """Return the weight of each microbatch's number, given each microbatch's arguments and number of rows."""
         if self.terms:
             first, second = (term.weights(graph, arguments, rows) for term in self.terms)
             if first != second:
@@ -74,7 +74,7 @@ class NumberRule:
 
 
 def rule_of(node: fx.Node, graph: LayerGraph, shapes: RowShapes) -> NumberRule:
-    """Return the rule for a number that a graph computes. Raises UsageError if no rule applies."""
+    """Return the rule for a number that a graph computes. Raises UsageError if no rule fits."""
     rule = _find(node, graph, shapes)
     if rule is None:
         raise UsageError(
@@ -122,7 +122,7 @@ def _combined(name: str, node: fx.Node, a: NumberRule, b: NumberRule, graph: Lay
 
 
 def _has_rows(values: Sequence[Any], shapes: RowShapes) -> bool:
-    """Return whether the tensors of an elementwise operation have a row for each example, in one dimension."""
+    """Return whether one dimension of an elementwise operation's tensors has a row for each example."""
     nodes = [value for value in values if isinstance(value, fx.Node)]
     rows = [node for node in nodes if shapes.role(node) == "rows"]
     return len({shapes.from_last(node) for node in rows}) == 1 and all(
@@ -162,7 +162,7 @@ def _arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def _is_known(node: fx.Node, graph: LayerGraph, plain: Mapping[fx.Node, Any]) -> bool:
-    """Return whether a node depends only on the arguments and on numbers that are equal in all batches."""
+    """Return whether a node uses only the arguments and numbers that are equal in all batches."""
     if node.op == "placeholder" or node in graph.free or node in plain:
         return True
     root = graph.captured.root
@@ -185,11 +185,11 @@ def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any], pl
 
 
 NumberWeights = Callable[[int], Sequence[float]]
-"""A function that returns the weights of the microbatches' numbers, given the leaf of the output."""
+"""A function that returns the weights of the microbatches' numbers, given the number of an output."""
 
 
 class OutputRows:
-    """The rows of one batch in the output of a model."""
+    """Finds the batch dimension of a model's outputs, and the weights of numbers, for one batch."""
 
     def __init__(
         self, graph: LayerGraph, shapes: Callable[[], RowShapes] | None, arguments: Sequence[Mapping[str, Any]]
@@ -204,10 +204,10 @@ class OutputRows:
         return 0 if self._shapes is None else self._shapes().output_dimension(leaf)
 
     def number_weights(self, leaf: int, rows: Sequence[int]) -> list[float]:
-        """Return one weight per microbatch for output `leaf`, a single number such as a loss.
+        """Return one weight per microbatch for output `leaf`, which is a single number such as a loss.
 
-        The weighted sum of the microbatches' numbers is the batch's number. `rows` has the number of rows of each
-        microbatch. Raises UsageError if no rule for the combination of the numbers is known.
+        The batch's number is the sum of the microbatches' numbers times their weights. `rows` has the number of rows of
+        each microbatch. Raises UsageError if the weights are unknown.
         """
         assert self._shapes is not None
         shapes = self._shapes()
@@ -229,9 +229,9 @@ class OutputRows:
 def joined_output(
     parts: Sequence[Any], rows: int, dimension_of: Callable[[int], int | None], weights: NumberWeights
 ) -> tuple[Any, list[Tensor]]:
-    """Return the description and the tensors of the output of a batch of `rows`, given its microbatches' outputs.
+    """Join the outputs of microbatches. Return the description and the tensors of the output of a batch of `rows`.
 
-    If ``dimension_of(leaf)`` is None (unknown), the batch dimension is 0, unless the shapes allow another one.
+    If ``dimension_of(leaf)`` is None (unknown), the batch dimension is 0, unless the shapes allow another dimension.
     Raises UsageError for an ambiguous or wrong dimension.
     """
     apart = [take_apart(part, "the model's output") for part in parts]

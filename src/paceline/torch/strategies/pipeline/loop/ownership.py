@@ -1,4 +1,4 @@
-"""The parameters on each process of a pipeline: values for its own stages, placeholders for other stages."""
+"""Manage the parameters on a process of a pipeline: values for its own stages, placeholders for other stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AbsentGrad(torch.Tensor):
     """The gradient of a parameter of another process. This object has the gradient's shape and norms, but no values.
 
     Norm functions such as ``torch.nn.utils.clip_grad_norm_`` work as in one process. An elementwise change in place has
-    no effect here, because the process with the gradient runs the same call.
+    no effect here, because the process that has the gradient makes the same call.
     """
 
     @staticmethod
@@ -105,7 +105,7 @@ def _change_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 class Ownership:
-    """The parameters and buffers of a model in a pipeline, on one rank."""
+    """Manages the parameters and buffers of a pipelined model on one rank."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, partition: Partition, rank: int) -> None:
         places = partition.routes.places
@@ -120,7 +120,7 @@ class Ownership:
         self._earlier_grads: dict[str, Tensor | None] = {}
         self.is_released = False
         self.known_norms: dict[float, dict[str, float]] = {}
-        """The norms of all gradients by order of the norm, for orders requested since the last backward."""
+        """Norms of the gradients by the norm's order and parameter, for the orders used since the last backward."""
 
     def is_local(self, name: str) -> bool:
         return self._rank in self._ranks[name]
@@ -136,7 +136,7 @@ class Ownership:
         return [parameter for name, parameter in self._module.named_parameters() if self.is_local(name)]
 
     def release(self) -> None:
-        """Free the parameters that only other ranks need. These parameters keep their shape, and read as NaN."""
+        """Free the parameters that only other ranks need. They keep their shape, and each of their values is NaN."""
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name):
                 parameter.data = stand_in(parameter)
@@ -152,7 +152,7 @@ class Ownership:
         self.is_released = False
 
     def gather_values(self, group: Any) -> None:
-        """Collect all parameters and buffers on rank 0. Every rank of the pipeline calls this method."""
+        """Collect all parameters and buffers on rank 0. Every rank of the pipeline must call this method."""
         tensors = dict((*self._module.named_parameters(), *self._module.named_buffers()))
         if self._rank == 0:
             self.hold_all()
@@ -169,7 +169,7 @@ class Ownership:
                     tensor.copy_(buffer)
 
     def before_backward(self) -> None:
-        """Save the earlier gradients of shared parameters, because only new gradients are summed over ranks."""
+        """Store the earlier gradients of shared parameters, because :meth:`after_backward` sums only new gradients."""
         self.known_norms.clear()
         for name in self._shared:
             parameter = self._module.get_parameter(name)
@@ -177,7 +177,7 @@ class Ownership:
                 self._earlier_grads[name], parameter.grad = parameter.grad, None
 
     def after_backward(self, group: Any, norm_of: NormOf) -> None:
-        """Sum new gradients of shared parameters over their ranks. Parameters of other ranks get an AbsentGrad."""
+        """Sum the new gradients of shared parameters over their ranks. Give other ranks' parameters an AbsentGrad."""
         for name, ranks in self._shared.items():
             if self._rank in ranks:
                 parameter = self._module.get_parameter(name)
@@ -190,7 +190,7 @@ class Ownership:
                 parameter.grad = AbsentGrad(parameter, name, norm_of)
 
     def before_step(self) -> None:
-        """Remove the placeholders, so that the optimizer skips other ranks' parameters."""
+        """Remove the gradients of other ranks' parameters, so that the optimizer skips these parameters."""
         for name, parameter in self._module.named_parameters():
             if not self.is_local(name):
                 parameter.grad = None
@@ -223,7 +223,7 @@ def _summed(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any
 def gather_state(
     state: Mapping[int, Mapping[str, Any]], keepers: Sequence[int], rank: int, pg: Any
 ) -> dict[int, dict[str, Any]]:
-    """Return the optimizer state of all parameters by number, on rank 0. Rank `keepers[i]` has parameter i's."""
+    """Return the optimizer state of all parameters by number, on rank 0. Rank `keepers[i]` has parameter i's state."""
     own = {number: entries for number, entries in state.items() if keepers[number] == rank}
     described = [
         [number, name, describe_entry(value)] for number, entries in own.items() for name, value in entries.items()

@@ -1,4 +1,4 @@
-"""Find the batch dimension of each value in a model's graph, by comparing the shapes for two sizes of batch."""
+"""Find the batch dimension of each value in a model's graph, by comparing its shapes for two batch sizes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from paceline.torch.strategies.pipeline.loop.batches import batch_size
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
 
 RowRole = Literal["constant", "size", "rows", "mixed"]
-"""A value's relation to the rows: independent of them, their number, one item per row, or a mix of rows."""
+"""A value's relation to the batch's rows: independent, their number, one item per row, or a mix of several rows."""
 
 _SIZED: Final = {
     "arange", "as_strided", "broadcast_to", "empty", "expand", "flatten", "full", "getitem", "narrow", "new_empty",
     "new_full", "new_ones", "new_zeros", "ones", "repeat", "reshape", "resize", "slice", "split", "tile", "unflatten",
     "view", "zeros", "_unsafe_view",
 }  # fmt: skip
-"""Operations whose arguments may be sizes of tensors."""
+"""Operations whose arguments may contain sizes of tensors."""
 
 _ALONG: Final = {
     "argsort": 1, "cummax": 1, "cummin": 1, "cumprod": 1, "cumsum": 1, "diff": 2, "flip": 1, "log_softmax": 1,
     "logcumsumexp": 1, "normalize": 2, "roll": 2, "softmax": 1, "_log_softmax": 1, "_softmax": 1, "sort": 1,
 }  # fmt: skip
-"""Operations that keep a tensor's shape and combine the items along one dimension, with the position of the argument
-for the dimension.
+"""Operations that combine the items along one dimension without changing the shape, with the position of the argument
+that selects the dimension.
 """
 
 
 class RowShapes:
-    """The shapes of a graph's values for two batches, with one and two rows more than the given batch."""
+    """The shapes of a graph's values for two batches: one with one row more than the given batch, one with two more."""
 
     def __init__(self, graph: LayerGraph, arguments: Mapping[str, Any]) -> None:
         self._root = graph.captured.root
@@ -71,7 +71,7 @@ class RowShapes:
         return node
 
     def output_dimension(self, leaf: int) -> int | None:
-        """Return an output's first dimension that grows with the rows, 0 if none grows, None if this is unknown."""
+        """Return an output's first dimension that grows with the batch; 0 if none grows; None if it is unknown."""
         node = self._outputs[leaf]
         return (self.dimension(node) or 0) if self._is_known(node) else None
 
@@ -86,11 +86,11 @@ class RowShapes:
         )
 
     def dimension(self, node: fx.Node) -> int | None:
-        """Return the first dimension of a node's tensor that grows with the rows; None if there is none."""
+        """Return the first dimension of a node's tensor that grows with the batch; None if none grows."""
         return next(iter(self._grown(node)[0]), None)
 
     def from_last(self, node: fx.Node) -> int | None:
-        """Return :meth:`dimension` counted from the last dimension, which is -1."""
+        """Return :meth:`dimension` as a negative index, counted from the last dimension."""
         dimension = self.dimension(node)
         return None if dimension is None else dimension - int(self._values[0][node].dim())
 
@@ -127,7 +127,7 @@ class RowShapes:
         return "rows" if is_sized and self._keeps_rows(node, grown) else "mixed"
 
     def _keeps_rows(self, node: fx.Node, grown: list[list[int]]) -> bool:
-        """Return whether one dimension of the tensors is proportional to the rows, and the node combines no rows."""
+        """Return whether a dimension of the tensors is proportional to the rows, and the node does not mix rows."""
         small, large = (
             [leaf for leaf in pytree.tree_leaves(values[node]) if isinstance(leaf, Tensor)] for values in self._values
         )
@@ -156,7 +156,7 @@ def _has_rows(value: Any, rows: int) -> bool:
 
 
 class _Unknown:
-    """The value of a node that cannot be computed with tensors that have shapes but no values."""
+    """The value of a node that cannot be computed from shapes alone."""
 
 
 class _ShapeRun(fx.Interpreter):

@@ -1,6 +1,6 @@
-"""Check on values that a model computes rows independently and repeatably; a pipeline changes other models' results.
+"""Check that a model computes each row independently and repeatably. A pipeline would change other models' results.
 Shapes do not show whether the batch is in another dimension than the first (``batch_first=False``). So the first call
-runs the rows of two microbatches through the model twice: together and separately.
+runs the rows of two microbatches through the model twice, together and separately, and compares the values.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline.errors import UsageError
 from paceline.torch.capture.graph import CallArguments, undone, unfold
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Largest difference of equal results, relative to the largest value: about 100 times the effect of rounding."""
+"""Results with a smaller difference, relative to the largest value, count as equal: about 100 times the rounding."""
 _COARSE: Final = 0.05  # the tolerance for 16-bit dtypes
 
 
 def check_repeatable(module: nn.Module, called: CallArguments) -> None:
-    """Raise UsageError if two calls with one batch have different results, because a pipeline traces one call only."""
+    """Raise UsageError if two calls with the same batch differ in their results: a pipeline traces only one call."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     args, kwargs = called.fill(list(called.values.values()))
     for trains in (False, True):
         if trains and all(mode for _, mode in modes):
-            return  # the first round has checked the training mode already
+            return  # the first round was already in training mode
         states, outputs = [_state_of_python(module)], []
         try:
             for submodule, mode in modes:
@@ -41,7 +41,7 @@ def check_repeatable(module: nn.Module, called: CallArguments) -> None:
                 states.append(_state_of_python(module))
         except UsageError:
             raise
-        except Exception:  # the trace raises the same error, with its reason
+        except Exception:  # the trace will raise this error with more details
             return
         finally:
             for submodule, mode in modes:
@@ -77,8 +77,8 @@ def _state_of_python(module: nn.Module) -> tuple[dict[str, Any], Any, Any]:
 def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, part: int) -> None:
     """Raise UsageError if a model's output for `part` rows depends on later rows.
 
-    The check runs in evaluation mode, where BatchNorm and dropout keep rows apart. Models that fail in evaluation mode,
-    or draw random numbers in this mode, are not checked.
+    The check runs in evaluation mode, in which BatchNorm and dropout compute rows independently. It skips models that
+    fail or draw random numbers in this mode.
     """
     norms = [submodule for submodule in module.modules() if isinstance(submodule, _BatchNorm)]
     if 2 * part > rows or any(norm.running_mean is None for norm in norms):
@@ -96,7 +96,7 @@ def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, 
                 raise UsageError(_describe(module, called, together, both, rows, part))
         except UsageError:
             raise
-        except Exception:  # evaluation mode may fail although training works
+        except Exception:  # the model may work in training mode
             return
         finally:
             for submodule in trained:
@@ -104,7 +104,7 @@ def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, 
 
 
 class _DrawsError(Exception):
-    """The model draws random numbers in evaluation mode."""
+    """Raised if the model draws random numbers in evaluation mode."""
 
 
 def _rows_of(values: Mapping[str, Tensor], rows: int, first: int, count: int) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def _outputs(module: nn.Module, called: CallArguments, values: Mapping[str, Tens
 def _are_other(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     shape, of_part = list(whole.shape), list(parts[0].shape)
     grown = [k for k, (a, b) in enumerate(zip(shape, of_part, strict=False)) if a != b]
-    if len(grown) > 1:  # results for pairs of rows, as in a contrastive model
+    if len(grown) > 1:  # a result for each pair of rows, as in a contrastive model
         return True
     if not whole.is_floating_point() or not grown or shape[grown[0]] != 2 * of_part[grown[0]]:
         return False

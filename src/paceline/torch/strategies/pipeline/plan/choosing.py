@@ -1,4 +1,4 @@
-"""Choose the schedule, microbatches and cuts with the shortest predicted step; compare it with measured steps."""
+"""Choose the schedule, microbatches and cuts with the shortest predicted step; compare it with measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.transport import register_type
 _AUTO_SCHEDULES = ("1f1b", "interleaved", "zbv")
 """The schedules for ``auto``, in the order of preference."""
 _WORTH_IT = 0.98
-"""A later schedule of this list must shorten the predicted step of the best earlier schedule to this share."""
+"""``auto`` prefers a later schedule only if its predicted step takes at most this share of the best earlier one's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class PipelinePlan:
     schedule: str
     microbatches: int
     cuts: tuple[int, ...]
-    """The numbers of the first layers of stages 1, 2, …"""
+    """The number of the first layer of each of stages 1, 2, …"""
     times: tuple[StageTimes, ...]
     """Times of one microbatch, by stage."""
     memory_bytes: tuple[float, ...]
@@ -52,14 +52,14 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Costs of a model's layers, for several sizes of a microbatch."""
+    """The measured costs of a model's layers, for several sizes of a microbatch."""
 
     by_rows: dict[int, list[LayerCost]]
     crossing: dict[int, list[int]]
-    """The bytes that cross a cut before each layer, by the number of rows of a microbatch."""
+    """For each number of rows of a microbatch: the bytes that cross a cut before each layer."""
 
     def at(self, rows: float) -> list[LayerCost]:
-        """Return the costs of layers for a microbatch of any number of rows, by linear interpolation."""
+        """Return the layers' costs for a microbatch of any number of rows, by linear interpolation."""
         sizes = sorted(self.by_rows)
         if len(sizes) == 1:
             return [_scaled(cost, rows / sizes[0]) for cost in self.by_rows[sizes[0]]]
@@ -108,8 +108,8 @@ def make_plan(
 ) -> PipelinePlan:
     """Return the plan with the shortest predicted step.
 
-    `rows` is the size of a batch. `state_bytes` is the memory per byte of parameters, including gradient and optimizer
-    state. ``cuts_for(stages)`` returns the user's cuts, or None to find them.
+    `rows` is the size of a batch. `state_bytes` is the memory for parameters, gradients and optimizer state per byte of
+    parameters. ``cuts_for(stages)`` returns the user's cuts, or None if this function should find the cuts.
 
     If no plan is possible, raises UsageError with the reason why the first attempt failed.
     """
@@ -222,17 +222,17 @@ _WARM_UP = 2
 
 
 class Measurements:
-    """Sums of measurements over steps: this rank's sums, and all ranks' sums as last received."""
+    """Adds up measurements of steps: this rank's sums, and the other ranks' sums when they were last received."""
 
     def __init__(self, num_ranks: int) -> None:
         self.own: list[Any] = [0, 0.0, {}]
-        """Number of steps, their seconds, and the seconds of computing by ``F3`` (forward of stage 3) or ``B3``."""
+        """Number of steps, their seconds, and the seconds of computing by kind and stage (as ``F3``)."""
         self.by_rank: list[list[Any]] = [[0, 0.0, {}] for _ in range(num_ranks)]
         self._num_seen = 0
         self._update_began = 0.0
 
     def add(self, took_s: float, busy_s: dict[str, float], num_parts: int, *, is_whole: bool) -> None:
-        """Add a run of `num_parts` microbatches if it is a whole training step. The first steps are not counted."""
+        """Add the times of a whole training step of `num_parts` microbatches, unless it is one of the first steps."""
         if not is_whole or len({key[0] for key in busy_s}) < 2:
             return
         self._num_seen += 1
@@ -244,7 +244,7 @@ class Measurements:
         self.own = [steps + 1, seconds + took_s, {**by_stage, "all": whole}]
 
     def begin_update(self) -> None:
-        """Start to measure an optimizer's update; :meth:`end_update` adds its time to the last step."""
+        """Start to measure an optimizer's update. :meth:`end_update` adds the update's time to the last step."""
         self._update_began = time.perf_counter()
 
     def end_update(self) -> None:

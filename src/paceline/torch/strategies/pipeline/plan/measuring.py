@@ -1,7 +1,8 @@
-"""Measure the costs of layers, of messages between ranks, and of exchanges in which all ranks agree.
+"""Measure the costs of layers, of messages between ranks, and of exchanges between all ranks.
 
-Each layer runs alone, on all ranks at the same time, because ranks share memory and caches. The cache is flushed
-between calls, because in a pipeline the weights of a stage are no longer in the cache when the next microbatch arrives.
+Each layer is measured alone. All ranks measure at the same time, because in a pipeline they also share memory and
+caches. The cache is flushed between calls, because in a pipeline the weights of a stage are no longer in the cache when
+the next microbatch arrives.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _AGREEMENTS: Final = 3
 _SMALL, _LARGE = 1 << 8, 1 << 18  # sizes of messages, in elements of float32
 
 Filling = Callable[[Sequence[str]], AbstractContextManager[None]]
-"""A function that returns a context in which the named parameters and buffers have memory."""
+"""A function that returns a context in which the named parameters and buffers have memory and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,7 @@ class _LayerRun:
     backward_s: float
     weights_s: float
     wall_s: float
-    """Wall time of forward and backward, which includes waits for a core.
-
-    All times except `wall_s` are processor time.
+    """Wall time of forward and backward, which includes waits for a core. All other times are processor time.
     """
     is_first: bool
     """Whether the parameters had no gradients before the call."""
@@ -67,9 +66,9 @@ def measure_layers(
     splits: bool = False,
     filled: Filling = lambda names: nullcontext(),
 ) -> tuple[list[LayerCost], list[int]]:
-    """Return the cost of each layer for one microbatch, and the bytes that cross each cut; restore the model's state.
+    """Return the cost of each layer for one microbatch, and the bytes that cross each cut.
 
-    `splits`: also measure the part of a backward that can be deferred.
+    With `splits`, also measure the part of a backward that can be deferred. At the end, restore the model's state.
     """
     count = len(graph.layers)
     partition = cut(graph, range(1, count), [0] * count, module, repeats=False)
@@ -115,7 +114,7 @@ def measure_layers(
 
 
 def mean_costs(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[LayerCost]:
-    """Return the mean costs of layers over the ranks. A rank's costs are dictionaries with the fields of LayerCost."""
+    """Return the layers' costs, averaged over the ranks. A rank's costs are dictionaries with LayerCost's fields."""
     means = []
     for same in zip(*by_rank, strict=True):
         times = {name: statistics.fmean(cost[name] for cost in same) for name in same[0] if name.endswith("_s")}
@@ -132,7 +131,7 @@ def _runs(
     *,
     splits: bool = False,
 ) -> Iterator[_LayerRun]:
-    """Yield measured calls of a layer, after a warm-up call: some without gradients, and fewer for slow layers."""
+    """Warm up a layer, then yield measured calls. Some begin without gradients. Slow layers get fewer calls."""
     end = time.perf_counter() + _LONG_S
     for number in range(1 + _REPEATS):
         is_first = number % _FIRST_OF == 0
@@ -201,7 +200,7 @@ def _median_of(runs: Sequence[_LayerRun]) -> LayerCost:
 def _stretched(layers: Sequence[LayerCost], runs: Sequence[Sequence[_LayerRun]]) -> list[LayerCost]:
     """Multiply the layers' costs by one factor, so that their sum is the wall time of all calls.
 
-    The processor time of a layer does not depend on other work of the machine, but the duration of a step does.
+    Other work of the machine makes a step longer, but does not change the processor time of a layer.
     """
     processor_s = sum(layer.seconds for layer in layers)
     wall_s = sum(statistics.fmean(run.wall_s for run in layer_runs if not run.is_first) for layer_runs in runs)
@@ -211,7 +210,7 @@ def _stretched(layers: Sequence[LayerCost], runs: Sequence[Sequence[_LayerRun]])
 
 
 def _update_s(optimizer: Optimizer | None, weights: Sequence[nn.Parameter], cold: Tensor) -> float:
-    """Return the time of an optimizer's update, measured on copies of the parameters with gradients."""
+    """Return the time of an optimizer's update, measured on copies of the parameters that have gradients."""
     if optimizer is None:
         return 0.0
     updated = {id(weight) for weight in weights if weight.grad is not None}
@@ -258,7 +257,7 @@ def _saved_bytes(
 
 
 def _cold_bytes(module: nn.Module) -> int:
-    """Return the number of bytes whose writing removes the model's weights from the caches."""
+    """Return how many bytes must be written to remove the model's weights from the caches."""
     size = sum(weight.numel() * weight.element_size() for weight in module.parameters())
     return min(max(2 * size, 64), _MAX_COLD_BYTES)
 
@@ -278,12 +277,12 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _leaf(value: Any) -> Any:
-    """Return a copy of a value whose tensors are leaves of autograd. A tensor needs a gradient if the original does."""
+    """Return a copy of a value, with tensors that are leaves of autograd. They need gradients as the originals do."""
     return _map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
 def measure_link(group: Any, rank: int) -> MessageCost:
-    """Return the times of messages between the first two ranks of a group. The first two ranks call this function."""
+    """Return the times of messages between the first two ranks of a group. Only these two ranks call this function."""
     small, large = (_trip(group, rank, size) for size in (_SMALL, _LARGE))
     (latency_s, per_byte), (sending_s, sending_per_byte) = (
         (of_small, max(of_large - of_small, 0.0) / ((_LARGE - _SMALL) * 4))

@@ -16,7 +16,7 @@ Orders = tuple[tuple[Action, ...], ...]
 
 
 def place_stages(schedule: str, num_ranks: int) -> list[int]:
-    """Return the rank of each stage: in turn (0, 1, 0, 1), or in a V (0, 1, 1, 0) if the schedule needs a V."""
+    """Return the rank of each stage: in a cycle (0, 1, 0, 1), or for some schedules in a V (0, 1, 1, 0)."""
     parts = SCHEDULES[schedule].parts_per_rank
     if schedule in _V_SHAPED:
         return [*range(num_ranks), *reversed(range(num_ranks))]
@@ -51,7 +51,7 @@ def orders_of(schedule: str, num_ranks: int, num_microbatches: int) -> Orders:
 
 
 def all_forward_first(places: Sequence[int], num_ranks: int, num_microbatches: int) -> Orders:
-    """Return an order for any placement and number of microbatches: forward through all stages, then backward."""
+    """Return the actions of each rank if all forwards run before all backwards, for any placement of stages."""
     stages = range(len(places))
     return tuple(
         (
@@ -71,12 +71,12 @@ def backward_part(orders: Orders) -> Orders:
 
 
 def split_backwards(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Return the pairs (stage, microbatch) whose backward is split into two halves."""
+    """Return the pairs (stage, microbatch) whose backward is split into two actions."""
     return frozenset((action.stage, action.microbatch) for action in row if action.kind == "I")
 
 
 def most_in_flight(row: Sequence[Action]) -> int:
-    """Return the maximum number of microbatches that wait for their backward on a rank, over all its stages."""
+    """Return the largest number of forwards on a rank that wait for their backward at the same time."""
     count = most = 0
     for action in row:
         count += 1 if action.kind == "F" else -1 if action.kind in ("B", "W") else 0
@@ -97,7 +97,7 @@ def _actions(row: Sequence[Any]) -> list[Action]:
 
 
 def _in_number_order(row: list[Action]) -> tuple[Action, ...]:
-    """Number each stage's forwards from 0, because torch 2.13 numbers the forwards of 1F1B's last rank from 1."""
+    """Change each stage's microbatch numbers to begin at 0: torch 2.13 begins at 1 on the last rank of 1F1B."""
     shift: dict[int, int] = {}
     for action in row:
         if action.kind == "F":

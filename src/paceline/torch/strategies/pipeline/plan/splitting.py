@@ -1,8 +1,8 @@
 """Cut a model into stages: a dynamic program over contiguous ranges of measured layers. Pure.
 
 Sources: Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (minimize the time of the slowest stage, transfers
-included); Zheng et al., "Alpa", OSDI 2022, section 5.2 (the time of a step is the sum of all stages and m - 1 times the
-slowest).
+included); Zheng et al., "Alpa", OSDI 2022, section 5.2 (with m microbatches, a step takes the sum of all stages' times
+plus m - 1 times the slowest stage's time).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LayerCost(StageTimes):
     name: str
     parameter_bytes: int = 0
     activation_bytes: int = 0
-    """The memory that the layer needs between forward and backward."""
+    """The memory that the layer keeps from its forward to its backward."""
 
     @property
     def seconds(self) -> float:
@@ -31,14 +31,14 @@ class LayerCost(StageTimes):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageCost:
-    """Times of a message between two ranks: until the receive ends, and until the sender is free."""
+    """Times of a message between two ranks: until it is received, and until the sender can continue."""
 
     latency_s: float = 0.0
     seconds_per_byte: float = 0.0
     sending_s: float = 0.0
     sending_s_per_byte: float = 0.0
     agreement_s: float = 0.0
-    """Time of the exchanges of all ranks in a step: two on the program's position, one on the loss."""
+    """Time of a step's three exchanges between all ranks: two for the program's position, one for the loss."""
 
     def seconds(self, num_bytes: float) -> float:
         """Return the time from the beginning of a send to the end of the receive."""
@@ -56,7 +56,7 @@ class StageLimits:
     memory_bytes: int | None = None
     """Bytes per process; None: no limit."""
     bytes_per_parameter_byte: float = 2.0
-    """The bytes of parameters, gradients and optimizer state, divided by the bytes of the parameters."""
+    """Memory for parameters, gradients and optimizer state per byte of parameters."""
     in_flight: int = 1
     """Number of microbatches whose activations are in memory at the same time."""
 
@@ -67,11 +67,11 @@ def split_layers(
     crossing_s: Callable[[int], float],
     limits: StageLimits = StageLimits(),
 ) -> list[int]:
-    """Return the numbers of the first layers of stages 1, 2, … such that the slowest stage is as fast as possible.
+    """Divide layers into stages so that the slowest stage is as fast as possible.
 
-    ``crossing_s(c)`` is the time to send the values that cross a cut before layer `c`, and to return the gradients. A
-    stage's time is the sum of the times of its layers and of its two cuts. Among equally fast splits the total crossing
-    time decides.
+    Return the number of the first layer of each stage except stage 0. ``crossing_s(c)`` is the time to send the values
+    that cross a cut before layer `c`, and to return the gradients. A stage's time is the sum of the times of its layers
+    and of its two cuts. Among equally fast splits, choose one with the smallest total crossing time.
 
     Raises UsageError for more stages than layers, and if every split exceeds the memory limit.
     """
@@ -85,8 +85,8 @@ def split_layers(
     memory = [0.0, *itertools.accumulate(stage_bytes([layer], limits) for layer in layers)]
     crossing = [0.0, *(crossing_s(cut) for cut in range(1, count)), 0.0]
     worst = (float("inf"), float("inf"))
-    # Before stage s, best[j] is for the best split of the first j layers into s stages: the slowest stage's time, and
-    # the total time to cross the cuts between its stages.
+    # At the beginning of round s, best[j] has two times of the best split of the first j layers into s stages: the time
+    # of the slowest stage, and the total time to cross the cuts.
     best = [(0.0, 0.0), *[worst] * count]
     begins: list[list[int]] = []
     for stage in range(num_stages):

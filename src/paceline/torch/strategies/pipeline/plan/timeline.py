@@ -1,4 +1,4 @@
-"""Predict a pipeline's step: simulate its actions with the times of stages and transfers. Pure."""
+"""Predict the time of a pipeline's step: simulate its actions with the times of stages and transfers. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StageTimes:
     weights_s: float = 0.0
     """The part of the backward's time that zero-bubble schedules can defer."""
     halving_s: float = 0.0
-    """The additional time of forward and backward if the backward is split into halves."""
+    """The additional time of forward and backward if the backward is split into two actions."""
     first_s: float = 0.0
     """The additional time of a step's first backward, which allocates the gradients."""
     update_s: float = 0.0
@@ -34,14 +34,14 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The prediction of a step."""
+    """The predicted times of a step."""
 
     step_s: float
     busy_s: tuple[float, ...]
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait."""
+        """The fraction of the ranks' time that they spend waiting."""
         return 1 - sum(self.busy_s) / (self.step_s * len(self.busy_s)) if self.step_s else 0.0
 
 
@@ -55,8 +55,8 @@ def play(
     """Simulate a step: an action begins when its rank is free and its inputs have arrived.
 
     ``transfer_s(stage)`` is the time of a message with a stage's inputs or their gradients. ``sending_s(stage)`` is the
-    part of this time in which the sender's processor is busy. At the end each rank updates its parameters. Raises
-    ValueError for a deadlock.
+    part of this time in which the sender is busy. Each rank updates its parameters after its actions. Raises ValueError
+    for a deadlock.
     """
     ended: dict[tuple[str, int, int], float] = {}
     free, busy, at = [0.0] * len(orders), [0.0] * len(orders), [0] * len(orders)
@@ -106,12 +106,12 @@ def _needs(action: Action, num_stages: int) -> list[tuple[str, int, int]]:
 
 
 def _next_stage(action: Action) -> int:
-    """Return the stage that uses an action's values or gradients; -1 if there is none before stage 0."""
+    """Return the stage that uses an action's values or gradients; -1 if no stage uses them."""
     if action.kind == "W":
         return -1
     return action.stage + 1 if action.kind == "F" else action.stage - 1
 
 
 def bubble_bound(num_ranks: int, num_microbatches: int) -> float:
-    """Return the bubble of gpipe and 1f1b with equal stages and free transfers: (p - 1) / (m + p - 1)."""
+    """Return the bubble of gpipe and 1f1b for equal stages and transfers without cost: (p - 1) / (m + p - 1)."""
     return (num_ranks - 1) / (num_microbatches + num_ranks - 1)

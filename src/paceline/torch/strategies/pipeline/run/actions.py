@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward (F), backward (B), or the two halves of a split backward: gradients of the inputs (I), of the weights (W)."""
+"""Forward (F), backward (B), or one half of a split backward: gradients of the inputs (I) or of the weights (W)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Action:
 
 
 class ActionError(Exception):
-    """An action failed. The ``__cause__`` of this error is the exception that the action raised."""
+    """Raised if an action failed. The ``__cause__`` of this error is the exception that the action raised."""
 
     def __init__(self, action: Action) -> None:
         super().__init__(f"{action.kind}{action.microbatch} of stage {action.stage}")

@@ -18,14 +18,14 @@ from paceline.torch.strategies.pipeline.run.values import put_together, take_apa
 from paceline.torch.strategies.pipeline.run.weights import WeightProducts
 
 _AHEAD = 2
-"""Number of following actions whose receives are posted already."""
+"""The receives of this many following actions are started in advance."""
 
 LossOf = Callable[[int, Any], Tensor]
 """A function that returns a microbatch's part of the loss, given its number and the model's output for it."""
 
 
 class PipelineStep:
-    """One rank's part of a step. :meth:`run` may be called several times, each time with a part of the actions."""
+    """Runs one rank's part of a step. :meth:`run` may be called several times, each time with some of the actions."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class PipelineStep:
         number: int,
         split: Set[tuple[int, int]] = frozenset(),
     ) -> None:
-        """`arguments`: the model's arguments by microbatch; `split`: (stage, microbatch) with a backward in halves."""
+        """`arguments` has the model's arguments by microbatch, `split` each (stage, microbatch) with split backward."""
         self._partition, self._routes = partition, partition.routes
         self._stages = stages
         self._rank = rank
@@ -47,15 +47,15 @@ class PipelineStep:
         self._split = split
         self._route_number = {route.value: number for number, route in enumerate(self._routes.routes)}
         self._inputs: dict[tuple[str, int], Any] = {}
-        """Values of earlier stages, by (name, microbatch): leaves of this rank's autograd graph."""
+        """Values from earlier stages, by (name, microbatch). They are leaves of this rank's autograd graph."""
         self._sent_tensors: dict[tuple[str, int], Any] = {}
-        """Tensors that this rank's stages computed for other stages, by (name, microbatch), with autograd graphs."""
+        """Tensors, with autograd graphs, that this rank's stages computed for other stages, by (name, microbatch)."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self.outputs: dict[int, Any] = {}
         """The model's output by microbatch, on the rank of the last stage."""
         self.losses: dict[int, Tensor] = {}
         self.busy_s: dict[str, float] = {}
-        """Seconds of computing, by direction and stage: ``F3`` is the forward of stage 3, ``B3`` its backward."""
+        """Seconds of computing by kind and stage: ``F3`` is the forward of stage 3, ``B3`` its backward."""
 
     def run(
         self,
@@ -63,9 +63,9 @@ class PipelineStep:
         loss_of: LossOf | None = None,
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> Self:
-        """Run the actions in order. Raises ActionError if this rank fails, the process group's errors if others fail.
+        """Run the actions in order. The last stage's backward starts from `loss_of`, or from `output_grads`.
 
-        The backward of the last stage starts from the result of `loss_of`, or from `output_grads` (by microbatch).
+        Raises ActionError if this rank fails, and the process group's errors if other ranks fail.
         """
         for number, action in enumerate(actions):
             for following in actions[number : number + _AHEAD + 1]:
@@ -184,13 +184,13 @@ class PipelineStep:
         return [grad for grad, needed in zip(output_grads[microbatch], needs, strict=True) if needed]
 
     def _return_grads(self, action: Action) -> None:
-        """Send the gradients of received values to the values' sources, once no backward on this rank adds to them."""
+        """After the last backward on this rank that uses received values, send their gradients to their sources."""
         for route in self._routes.inputs_of(action.stage):
             if action.stage != self._routes.first_user_on(route, self._rank):
                 continue
             source = self._routes.places[route.source]
             if source == self._rank:
-                continue  # the source is on this rank, and reads the gradients from the leaves
+                continue  # this rank produced the value, so _grads_of reads the gradients from the leaves
             leaves = [
                 leaf for leaf in _tensors(self._inputs.pop((route.value, action.microbatch))) if leaf.requires_grad
             ]

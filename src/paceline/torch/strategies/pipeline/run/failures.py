@@ -1,4 +1,4 @@
-"""Raise one error on every rank: the failing rank publishes its error, then aborts the waits of the other ranks."""
+"""Raise the same error on every rank: the failing rank publishes its error, then aborts the waits of other ranks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Failures:
         """`groups` are the process groups in which other ranks may wait for this rank."""
         self._rank = rank
         self._groups = groups
-        # Another pipeline of this program may use the same store, so the key contains a new number.
+        # The key contains a new number, because other pipelines of this program may use the same store.
         life = dist.distributed_c10d._get_default_store().add(f"{_KEY} lives of rank {rank}", 1)
         self._key = f"{_KEY} {life}"
         self._stages: list[str] = []
         self._places: list[int] = []
         self.cut = ""
-        """A text for error messages: which arguments of the current call are cut into microbatches."""
+        """A part of error messages: it lists the arguments of the current call that are cut into microbatches."""
 
     def name_stages(self, names: Sequence[str], places: Sequence[int]) -> None:
         self._stages, self._places = list(names), list(places)
 
     @contextlib.contextmanager
     def raised_everywhere(self) -> Iterator[None]:
-        """Return a context whose error is raised on every rank, with the traceback of the first rank that failed."""
+        """Return a context that raises its error on every rank, with the traceback of the first rank that failed."""
         try:
             yield
         except (PeerError, dist.DistBackendError) as error:
@@ -88,7 +88,7 @@ class Failures:
         )
 
     def _with_traceback(self, error: BaseException) -> str:
-        """Return an error with its traceback. The indentation makes the launcher show the text before the traceback."""
+        """Return an error with its traceback, which is indented so that the launcher shows the error's text first."""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
         return f"{type(error).__name__}: {error}{self.cut}\n{textwrap.indent(trace, '  ')}"
 

@@ -24,17 +24,17 @@ from paceline.torch.capture.tracing import capture
 
 @dataclass(slots=True)
 class ModelLayer:
-    """The smallest part of a stage: the call of a module, and all operations before the next call."""
+    """The smallest unit of a stage: the call of a module, and all operations before the next call."""
 
     name: str
     nodes: list[fx.Node]
     modules: set[str] = field(default_factory=set)
-    """Paths of the modules around the layer's first node, and the layer's name."""
+    """The paths of the modules that contain the layer's first node, and the layer's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGraph:
-    """The graph of a forward, as layers."""
+    """The graph of a forward, divided into layers."""
 
     captured: CapturedGraph
     layers: list[ModelLayer]
@@ -48,14 +48,14 @@ class LayerGraph:
         return layer.name, same.index(layer)
 
     def number_of(self, name: str, occurrence: int) -> int | None:
-        """Return the number of the `occurrence`-th layer `name`, else the first layer in module `name`, else None."""
+        """Return the number of the `occurrence`-th layer `name`, or else of the first layer in the module `name`."""
         same = [number for number, layer in enumerate(self.layers) if layer.name == name]
         if occurrence < len(same):
             return same[occurrence]
         return next((number for number, layer in enumerate(self.layers) if name in layer.modules), None)
 
     def begin_of(self, name: str, module: nn.Module) -> int:
-        """Return the number of the first layer of a module. Raises UsageError, with the reason, if it has no layer."""
+        """Return the number of a module's first layer. Raises UsageError, with the reason, if the module has none."""
         for number, layer in enumerate(self.layers):
             if name in layer.modules:
                 return number
@@ -73,7 +73,7 @@ class LayerGraph:
 
 
 def key_of(node: fx.Node) -> str:
-    """Return the key of a node's value. The model's arguments get a prefix, because a node may have the same name."""
+    """Return the key of a node's value. A prefix marks the model's arguments, because nodes may have the same names."""
     return f"argument {node.target}" if node.op == "placeholder" else node.name
 
 
@@ -118,7 +118,7 @@ def _find_layers(captured: CapturedGraph) -> LayerGraph:
 
 
 def _free_nodes(captured: CapturedGraph) -> frozenset[fx.Node]:
-    """Return the nodes that depend only on arguments, draw no random numbers, and share no memory that changes."""
+    """Return the nodes that depend only on arguments, draw no random numbers, and share no memory that is changed."""
     graph, root = captured.graph, captured.root
     changed: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
@@ -146,7 +146,7 @@ def _name(node: fx.Node) -> str:
         return str(node.target)
     stack = modules_around(node)
     if stack and (isinstance(node.target, torch._ops.OpOverload) or node.target is F.linear):
-        return stack[-1]  # in an exported graph, the module around the operation names the layer
+        return stack[-1]  # in an exported graph, the layer has its module's name
     function = getattr(node.target, "__name__", str(node.target))
     return f"{stack[-1]}:{function}" if stack else function
 

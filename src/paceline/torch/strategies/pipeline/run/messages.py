@@ -1,6 +1,6 @@
-"""Messages between the ranks of a pipeline: values in forwards, gradients in backwards, each with a unique tag. Shapes
-are equal in all steps with the same kind of batch. So descriptions of values are sent only for the first batch of a
-kind. For later batches, receives are posted before the values are needed.
+"""Exchange values (in forwards) and gradients (in backwards) between the ranks of a pipeline. Each message has a unique
+tag. Shapes are equal in all steps with the same kind of batch. So descriptions of values are sent only for the first
+batch of a kind. For later batches, receives are started before the values are needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Messages:
         self._posted: dict[tuple[int, int, int, int], list[tuple[Any, Tensor]]] = {}
 
     def send_value(self, value: Any, label: str, route: int, microbatch: int, to: int) -> None:
-        """Begin to send a value to a rank. Raises UsageError for a value that cannot be sent."""
+        """Start to send a value to a rank. Raises UsageError for a value that cannot be sent."""
         description, tensors = take_apart(value, label)
         if len(tensors) > _MAX_TENSORS:
             raise UsageError(f"{label} has {len(tensors)} tensors: a value may have at most {_MAX_TENSORS}")
@@ -55,7 +55,7 @@ class Messages:
         self._post(key, tensors_of(self._known[route, microbatch]))
 
     def receive_value(self, route: int, microbatch: int, source: int) -> Any:
-        """Wait for a value. The received tensors are leaves of autograd that need the same gradients."""
+        """Wait for a value. Its tensors become leaves of autograd, and need gradients as the sender's tensors do."""
         key = (route, microbatch, FORWARD, source)
         if self._is_new:
             length = torch.zeros(1, dtype=torch.int64)
@@ -74,12 +74,12 @@ class Messages:
         return put_together(description, tensors)
 
     def send_grads(self, grads: Sequence[Tensor], route: int, microbatch: int, to: int) -> None:
-        """Begin to send gradients to the source of a value: one for each tensor of the value that needs a gradient."""
+        """Start to send gradients to the source of a value: one for each tensor of the value that needs a gradient."""
         for number, grad in enumerate(grads):
             self._send(grad.contiguous(), to, _tag(route, microbatch, BACK, number))
 
     def post_grads(self, like: Sequence[Tensor], route: int, microbatch: int, source: int) -> None:
-        """Post the receives of gradients for tensors with the shapes of `like`."""
+        """Start to receive gradients for tensors with the shapes of `like`."""
         key = (route, microbatch, BACK, source)
         if key not in self._posted:
             self._post(key, [(tensor.dtype, list(tensor.shape), False) for tensor in like])

@@ -24,10 +24,10 @@ class ValueRoute:
 
 @dataclass(frozen=True, slots=True)
 class ValueRoutes:
-    """All values that one stage sends to others, and the rank of each stage. A rank receives each value once.
+    """All values that stages send to other stages, and the rank of each stage. A rank receives each value once.
 
-    Each rank returns one gradient per value: the sum over the rank's stages that use the value. Source: TensorFlow's
-    graph partition (``core/graph/graph_partition.cc``).
+    For each value, a rank returns one gradient, which is the sum over its stages that use the value. Source:
+    TensorFlow's graph partition (``core/graph/graph_partition.cc``).
     """
 
     routes: tuple[ValueRoute, ...]
@@ -40,16 +40,16 @@ class ValueRoutes:
         return [route for route in self.routes if route.source == stage]
 
     def destinations(self, route: ValueRoute) -> list[int]:
-        """Return the ranks of a value's users, without the rank that computes the value."""
+        """Return the ranks that use a value, except the rank that computes it."""
         own = self.places[route.source]
         return sorted({self.places[user] for user in route.users} - {own})
 
     def first_user_on(self, route: ValueRoute, rank: int) -> int | None:
-        """Return the first stage on a rank that uses a value. Of the rank's stages, this stage runs backward last."""
+        """Return the first stage on a rank that uses a value. It is the last of them to run backward."""
         return min((user for user in route.users if self.places[user] == rank), default=None)
 
     def last_user_on(self, route: ValueRoute, rank: int) -> int | None:
-        """Return the last stage on a rank that uses a value. Of the rank's stages, this stage runs forward last."""
+        """Return the last stage on a rank that uses a value. It is the last of them to run forward."""
         return max((user for user in route.users if self.places[user] == rank), default=None)
 
 
@@ -64,7 +64,7 @@ def route_values(made_by: Mapping[str, int], used_by: Iterable[tuple[str, int]],
 
 
 def shared_parameters(used_by: Mapping[str, Iterable[int]], places: Sequence[int]) -> dict[str, list[int]]:
-    """Return the parameters that several ranks use, and these ranks, over which their gradients are summed."""
+    """Return the parameters that several ranks use, with these ranks. Their gradients must be summed over the ranks."""
     all_ranks = {name: sorted({places[stage] for stage in stages}) for name, stages in used_by.items()}
     return {name: ranks for name, ranks in all_ranks.items() if len(ranks) > 1}
 
@@ -76,7 +76,7 @@ class Partition:
     graph: LayerGraph
     stages: tuple[tuple[ModelLayer, ...], ...]
     preludes: tuple[tuple[fx.Node, ...], ...]
-    """For each stage, the nodes of other stages that it computes too, because they depend only on the arguments."""
+    """For each stage, the nodes of other stages that it computes itself, because they depend only on the arguments."""
     routes: ValueRoutes
     parameters: dict[str, list[int]]
     """The stages that use each parameter, by its name."""
@@ -124,7 +124,7 @@ def cut(
 
 
 def _with_inputs(wanted: set[fx.Node], made_by: Mapping[fx.Node, int], stage: int) -> tuple[fx.Node, ...]:
-    """Return the nodes `wanted`, and their inputs from other stages than `stage`, in the graph's order."""
+    """Return the nodes `wanted`, and all nodes of other stages that they need, in the graph's order."""
     for node in reversed(list(made_by)):
         if node in wanted:
             wanted |= {arg for arg in node.all_input_nodes if arg in made_by and made_by[arg] != stage}
@@ -147,7 +147,7 @@ def cuts_by_name(graph: LayerGraph, names: Sequence[str], module: nn.Module) -> 
 
 
 def same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:
-    """Return the cuts before the same layers in another trace of the model. Raises UsageError."""
+    """Return the cuts of another trace of the model, before the same layers as in `reference`. Raises UsageError."""
     firsts = [stage[0] for stage in reference.stages[1:]]
     cuts = [graph.number_of(*reference.graph.place_of(layer)) for layer in firsts]
     if None in cuts or sorted(set(cuts)) != cuts:  # type: ignore[type-var]

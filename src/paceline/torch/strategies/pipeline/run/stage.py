@@ -1,4 +1,4 @@
-"""Run one stage for one microbatch: the forward of its nodes, and the backward. Without communication."""
+"""Run the forward or backward of one stage for one microbatch, without communication."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from paceline.torch.strategies.pipeline.run.weights import WeightProducts, is_la
 
 
 class LayerError(Exception):
-    """The forward of a layer failed. The message is the name of the layer; the cause is the layer's exception."""
+    """Raised if a layer's forward failed. The message is the layer's name, and the cause is the layer's exception."""
 
 
 @dataclass(slots=True)
 class Saved:
-    """The state that a stage keeps for one microbatch between the microbatch's forward and its backward."""
+    """The data that a stage keeps from a microbatch's forward for the microbatch's backward."""
 
     outputs: list[Tensor]
     """The outputs that need a gradient."""
@@ -33,7 +33,7 @@ class Saved:
 
 
 class Stage:
-    """The layers of one stage. Random numbers depend on (seed, step, layer, microbatch), not on the rank."""
+    """Runs the layers of one stage. Random numbers depend on (seed, step, layer, microbatch), not on the rank."""
 
     def __init__(self, module: nn.Module, partition: Partition, number: int, seed: int) -> None:
         self.number = number
@@ -57,7 +57,7 @@ class Stage:
         self._has_large_weights = any(weight.dim() == 2 and is_large(weight) for weight in weights)
 
     def products(self, *, defers: bool) -> WeightProducts | None:
-        """Return an object that computes weight gradients, or None if autograd does. `defers`: split the backward."""
+        """Return an object that computes weight gradients, later if `defers`; None: let autograd compute them."""
         if not torch.is_grad_enabled() or not (defers or self._has_large_weights):
             return None
         return WeightProducts(defers=defers)
