@@ -48,7 +48,7 @@ def manifests(
     ],
     pods: PodOptions,
 ) -> None:
-    """Write the manifests of a command for Kubernetes as YAML; kubectl applies them.
+    """Write the manifests of a command for Kubernetes as YAML, for kubectl apply.
 
     run makes a Job of --nnodes pods. scheduler makes a cluster with a scheduler, servers and workers, and train a Job
     that trains a click model on the cluster of the same --name.

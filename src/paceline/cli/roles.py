@@ -65,7 +65,7 @@ def scheduler(
         bool,
         typer.Option(
             "--accept-minority",
-            help="Take over a cluster without most of its servers, and declare these dead.",
+            help="Take over a cluster although most of its servers are missing; declare them dead.",
         ),
     ] = False,
     token_file: Annotated[

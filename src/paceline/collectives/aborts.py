@@ -1,4 +1,4 @@
-"""The message with the reason for a group's end. Ranks send it to each other, so that all raise one error. Pure."""
+"""Define the message with the reason for a group's end. Ranks send it to each other, so all raise one error. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MAX_TEXT: Final = 100_000
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
-    """The reason for which a group ended, as one rank sends it to the other ranks."""
+    """The reason for the end of a group. The rank that detects it sends it to the other ranks."""
 
     kind: Literal["mismatch", "lost", "error"]
     message: str
     ranks: tuple[int, ...] = ()
     """The ranks that were lost, or the rank that failed."""
     calls: dict[int, CollectiveCall] = {}
-    """If the ranks made different calls, the known call of each rank; empty for other reasons."""
+    """If the ranks made different calls, the calls that are known, by rank; empty for other reasons."""
     sequence: int = -1
 
     @classmethod

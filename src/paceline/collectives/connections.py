@@ -26,7 +26,7 @@ _UNKNOWN_CALL = CollectiveCall("a call")
 
 
 class Connections:
-    """The connections and the shared memory of one rank in a group, created at first use."""
+    """Creates, at first use, the connections and the shared memory of one rank in a group."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Connections:
                 part.close()
         self._world.node.forget(self._identity)
 
-    # The following methods answer the status requests of other ranks, and request the status of another rank.
+    # The following methods are for status requests between ranks.
 
     def _status(self) -> bytes:
         waiting_for = () if self._executor is None or self.at[1] is None else self._executor.status().waiting_for

@@ -42,9 +42,7 @@ from paceline.transport.security.authentication import Hello
 
 _Result = TypeVar("_Result")
 _MOST_REPETITIONS: Final = 5
-"""The maximum number of repetitions of an exchange by the same ranks.
-
-If the last repetition fails, its error is raised.
+"""How often the same ranks repeat an exchange. If the last repetition fails, its error is raised.
 """
 _LEAVE_S: Final = 5.0
 
@@ -54,13 +52,14 @@ class _NoNewcomersError(Exception):
 
 
 class ElasticGroup(Closing):
-    """The group of an elastic training, as one of its ranks uses it.
+    """One rank's group in an elastic training.
 
     Before :meth:`enter`, the group contains only this process. All ranks must make the same calls in the same order. If
     a rank dies during a call, the other ranks repeat the call without the dead rank. A new process waits in
-    :meth:`enter` until the other ranks call :meth:`admit`, and then makes the same calls as they do.
+    :meth:`enter` until the other ranks call :meth:`admit`. From then on, it makes the same calls as they do.
 
-    Calls raise RankLostError if the coordinator declared this rank lost, and GroupClosedError after the training ended.
+    Calls raise RankLostError if the coordinator has declared this rank lost, and GroupClosedError if the training has
+    ended.
     """
 
     def __init__(
@@ -93,8 +92,8 @@ class ElasticGroup(Closing):
         self.contributors: tuple[int, ...] = self.members
         """The unique numbers (incarnations) of the ranks whose data are in the last exchange's result, by rank.
 
-        The value is equal on all ranks. :attr:`members` is not: after the death of a rank, one rank may be in the next
-        quorum while another rank is still in the last one.
+        The value is equal on all ranks. But :attr:`members` may differ between ranks: after the death of a rank, one
+        rank may be in the next quorum while another rank is still in the previous quorum.
         """
         self.shares: tuple[int, ...] | None = None
         """The contributors' numbers of samples in a step; None for equal numbers. The value is equal on all ranks."""
@@ -109,10 +108,9 @@ class ElasticGroup(Closing):
         self.step_times = step_times
         self.balance = balance
         self.straggler: int | None = None
-        """The slow rank that must call :meth:`pause` while the other ranks call :meth:`admit`; None if there is none.
-        """
+        """The slow rank that must call :meth:`pause` when the others call :meth:`admit`; None if no rank is slow."""
         self._limit_s = 0.0
-        """The step time in seconds that a paused straggler must reach before it may join again; 0 for other ranks."""
+        """A paused straggler may join again when its steps take at most this many seconds; 0 for other ranks."""
         self._busy_s = 0.0
         """The seconds that this rank spent outside of exchanges since its last step."""
         self._left_at_s = time.monotonic()
@@ -138,7 +136,7 @@ class ElasticGroup(Closing):
         return self._rules.has_state
 
     def enter(self, epoch: int = 0) -> bool:
-        """Join the training. Return False if the other ranks are in an epoch of the training other than `epoch`."""
+        """Join the training in `epoch`. Return False if the other ranks are in another epoch."""
         start = self._request(JoinRequest(self._rules.member, epoch))
         if isinstance(start, RetryJoin):
             return False
@@ -174,7 +172,7 @@ class ElasticGroup(Closing):
         return not self._limit_s or self.step_times is None or self.step_times.has_recovered(self._limit_s)
 
     def _reset_quorum(self) -> None:
-        """Reset the attributes on which the ranks of the last quorum had agreed."""
+        """Reset the attributes that were valid for the last quorum only."""
         self._newcomers_wait = self.admits_newcomers = self.has_newcomers = False
         self.straggler = None
         if self.step_times is not None:
@@ -222,7 +220,7 @@ class ElasticGroup(Closing):
 
     @property
     def _next_shares(self) -> tuple[int, ...] | None:
-        """The shares after the next exchange. All ranks of the quorum chose them at the end of the last exchange."""
+        """The value of :attr:`shares` after the next exchange. At the end of each exchange, the ranks choose it."""
         return None if self.balance is None else self.balance.shares
 
     def transfer(self, share: Callable[[Group, int], None]) -> bool:
@@ -252,8 +250,8 @@ class ElasticGroup(Closing):
             return None
 
     def _vote(self, *, is_step: bool) -> None:
-        """Check that all ranks have finished the exchange, and share two facts: whether newcomers wait, and the time of
-        each rank's step.
+        """Check that all ranks have finished the exchange. Share whether newcomers wait, and the time of each rank's
+        step.
         """
         has_times = is_step and self.step_times is not None
         votes = np.zeros(1 + has_times * self.size)
@@ -269,7 +267,7 @@ class ElasticGroup(Closing):
     def _compare(self, step_times: StepTimes, times_s: Sequence[float]) -> None:
         """Compare the ranks' times of a step: find a straggler, and choose the shares of later steps."""
         if self.shares != self._next_shares:
-            return  # the ranks had other shares of the data in this step than they will have in the next steps
+            return  # the times are those of other shares than the next steps will have
         step_times.record(times_s)
         if self.quorum:
             self.straggler = step_times.straggler()
@@ -278,7 +276,7 @@ class ElasticGroup(Closing):
 
     def _recover(self, report: QuorumReport) -> bool:
         """Enter the next quorum. Return whether the last step is committed (all ranks must apply it)."""
-        self._group.abort()  # ends the calls in which other ranks wait for this rank
+        self._group.abort()  # so that other ranks do not wait for this rank in a call
         return self._start(self._request(report))
 
     def _start(self, start: StartQuorum | RetryJoin) -> bool:
@@ -325,7 +323,7 @@ class ElasticGroup(Closing):
             return
 
     def _request(self, request: JoinRequest | QuorumReport) -> StartQuorum | RetryJoin:
-        # The coordinator waits at most `timeout` for reports of the other ranks, so it answers within twice this time.
+        # The coordinator waits up to `timeout` for the other ranks' reports, so it answers within twice this time.
         patience = 2 * self.timeout if isinstance(request, QuorumReport) else timedelta(days=365)
         answer = request_quorum(self._store, request, patience)
         if answer is None:
@@ -369,7 +367,7 @@ class ElasticGroup(Closing):
                 leave = LeaveNotice(self._rules.member, self._rules.step)
                 request_quorum(self._store, leave, timedelta(seconds=_LEAVE_S))
             except PacelineError:
-                pass  # the launcher detects the end of this process without the message
+                pass  # without the message, the launcher still detects the end of this process
         self._group.close()
         self._store.close()
 

@@ -26,14 +26,14 @@ class Reduction(NamedTuple):
     """The parameters of a reduction: the compiled function, the operation, the final scale and the item size."""
 
     combiner: int
-    """The memory address of a compiled function of `kernels.combine`, which reduces arrays."""
+    """The memory address of a compiled function in `kernels.combine` that reduces arrays."""
     op: int
     scale: float
     item_bytes: int
 
 
 class Order(NamedTuple):
-    """The description of one collective call that :class:`Group` passes to an engine."""
+    """One collective call, which :class:`Group` passes to an engine."""
 
     call: CollectiveCall
     signature: int

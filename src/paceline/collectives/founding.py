@@ -25,7 +25,7 @@ _MEET = CollectiveCall("meet")
 
 
 class _Attached(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's report to the other ranks of its host, after it tried to open their segment of shared memory."""
+    """A rank's report to the other ranks of its host, after it has tried to open their segment of shared memory."""
 
     is_open: bool
     cores: tuple[int, ...]
@@ -44,7 +44,7 @@ class GroupLayout:
         self.infos = tuple(world_infos[rank] for rank in self.ranks)
         domains = [info.memory_domain for info in self.infos]
         self.hosts = tuple(sorted(set(domains), key=domains.index).index(domain) for domain in domains)
-        """The number of each rank's host. Ranks of one host can share memory."""
+        """The number of each rank's host. Ranks with the same number can share memory."""
         self.local_ranks = tuple(rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank])
 
     @property

@@ -232,8 +232,8 @@ class Grid:
             cut = [
                 slice(width, array.shape[other] - width)
                 if not corners or other > axis
-                # The slice includes the ghost cells of the axes that were exchanged before. It excludes ghost cells
-                # beyond an edge of the grid, because no neighbour has values for them.
+                # Include the ghost cells of the axes that were exchanged before, except ghost cells beyond an edge of
+                # the grid, for which no neighbour has values.
                 else slice(
                     width if self.neighbour(other, _LOW) is None else 0,
                     array.shape[other] - (width if self.neighbour(other, _HIGH) is None else 0),
@@ -262,7 +262,7 @@ class Grid:
             raise GroupClosedError(
                 f"{self!r} refuses further exchanges because an earlier one failed; create a new group and grid"
             )
-        # After a failure, unfinished tickets may still use their buffers, so this object keeps both.
+        # After a failure, unfinished tickets may still use their buffers. So keep the tickets and buffers alive.
         tickets = self._pending
         try:
             for side, array in zip(sides, incoming, strict=True):
@@ -270,7 +270,7 @@ class Grid:
             for side, array in zip(sides, outgoing, strict=True):
                 tickets.append(self.group.send_async(_plain(array), side.neighbour, tag=side.send_tag))
         except GroupClosedError:
-            for ticket in tickets:  # raises the error of the ticket that failed, if there is one
+            for ticket in tickets:  # if a ticket has failed, raise its error
                 ticket.wait()
             raise
         for ticket in tickets:
@@ -310,10 +310,8 @@ def dims_create(size: int, shape: Sequence[int]) -> tuple[int, ...]:
     fixed = math.prod(count for count in counts if count)
     num_free = counts.count(0)
     if size % fixed or (not num_free and fixed != size):
-        raise UsageError(
-            f"got the shape {counts} of {fixed} ranks for {size} ranks: "
-            + (f"use a multiple of {fixed} ranks" if num_free else "make both equal, or pass 0 for a free axis")
-        )
+        needed = f"a multiple of {fixed}" if num_free else fixed
+        raise UsageError(f"the shape {counts} needs {needed} ranks, got {size}. Change one of them")
     filled = iter(_even_factors(size // fixed, num_free, size) or ())
     return tuple(count or next(filled) for count in counts)
 

@@ -308,7 +308,7 @@ class Group(Closing):
         """
         if self._failure == _FORKED:
             return
-        with self._submitting:  # prevents that another thread queues a call after the end marker
+        with self._submitting:  # no other thread may queue a call after the end marker
             self._failure = self._failure or "it was closed"
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -433,8 +433,8 @@ class Group(Closing):
             ):
                 return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
         except RankLostError as error:
-            # If a rank of the subgroup is only late, the program may try again, and this group continues. This group
-            # fails if a rank's process has ended, or if the subgroup is part of a collective call (`label`).
+            # If a rank of the subgroup is only late, this group continues, and the program may try again. This group
+            # fails if a rank's process has ended, or if this call creates the subgroup on all ranks (`label`).
             if label or (isinstance(error, EndedError) and set(error.ranks) & set(self.ranks)):
                 self._subgroup_failed(error)
             raise RankLostError(str(error), error.ranks) from error.__cause__

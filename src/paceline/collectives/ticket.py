@@ -41,8 +41,8 @@ class CollectiveTicket:
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait until the call is done. If the call failed, raise its error.
 
-        Raises DeadlineError after ``timeout``, although the call continues. Raises UsageError inside a callback of the
-        group's tickets: the group's thread runs the callback, and would run the call only afterwards.
+        Raises DeadlineError after ``timeout``, but the call continues. Raises UsageError in a callback of the group's
+        tickets, because the group's thread runs the callback and can run the call only afterwards.
         """
         if not self._finished.is_set() and threading.current_thread() is self._worker:
             raise no_waiting_in_callbacks()

@@ -36,13 +36,13 @@ _NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found}
 _REPEATS: Final = {DIRECT_BYTES: 25, 1 << 20: 21, 1 << 22: 13, 1 << 24: 9, 1 << 26: 5}
 """The array sizes in bytes for which ``shared`` and ``direct`` are timed, and the number of repetitions per size."""
 _LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
-"""For arrays of at least each size (bytes), ``direct`` is chosen if it takes less than this multiple of the time of
-``shared``.
+"""For arrays of at least this size in bytes: choose ``direct`` if its time divided by the time of ``shared`` is below
+this limit.
 
-A virtual machine may move to other cores while a program runs, so the limits favour the algorithm that loses less after
-a move. If the ranks' cores share a cache, ``direct`` is up to three times slower for small data, and equally fast for
-large data. If the cores are distant, ``direct`` is equally fast for small data, and 1.5 to 4 times faster for large
-data (2 and 4 ranks, 1 to 100 MB).
+If the ranks' cores share a cache, ``direct`` is up to three times slower for small data, and equally fast for large
+data. If the cores are distant, ``direct`` is equally fast for small data, and 1.5 to 4 times faster for large data (2
+and 4 ranks, 1 to 100 MB). A virtual machine may move to other cores while a program runs. So the limits favour the
+algorithm that would lose less time after such a move.
 """
 _MIN_TIMED_S: Final = 0.05
 _MAX_TIMED_BYTES: Final = 1 << 24
@@ -74,7 +74,7 @@ class Tuner:
     """Chooses the algorithms of one group."""
 
     def __init__(self, connections: Connections, timeout_s: float, algorithm: str | None) -> None:
-        """With `algorithm`, every operation that the algorithm supports uses the algorithm."""
+        """If `algorithm` is not None, every operation that supports this algorithm uses it."""
         self.forced = algorithm
         self.model: Model | None = None
         """The measured constants α, β and γ; None before the first operation between hosts."""
@@ -156,7 +156,7 @@ class Tuner:
         return predict(schedules, block, link, gamma_s_per_byte=gamma, hosts=self._connections.layout.hosts)
 
     def _known_choice(self, operation: str, num_bytes: int) -> tuple[str | None, str]:
-        """Return the algorithm for an operation and the reason. Return None as algorithm if a measurement is needed."""
+        """Return the algorithm for an operation and the reason. If a measurement is needed, the algorithm is None."""
         shared = self._preferred()
         if shared is not None:
             if not self._may_be_direct(shared, operation, num_bytes):

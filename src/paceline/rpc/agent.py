@@ -252,8 +252,8 @@ class Agent(LocalWorker):
         process still has pending calls after `timeout_s`.
 
         The workers repeatedly exchange their numbers of sent and served requests. The wait ends when all sent requests
-        were served, and the numbers have not changed since the previous round (four-counter method, Mattern, Algorithms
-        for distributed termination detection, 1987).
+        were served and no number has changed since the previous exchange (four-counter method, Mattern, Algorithms for
+        distributed termination detection, 1987).
         """
         deadline = time.monotonic() + timeout_s
         last: list[tuple[int, int]] = []

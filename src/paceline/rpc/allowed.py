@@ -1,4 +1,4 @@
-"""The functions and classes of this process that other workers may use by name (``module:qualified.name``).
+"""Decide which functions and classes of this process other workers may use by name (``module:qualified.name``).
 
 If a module is allowed, other workers may use the public names that the module *defines*, but not the names that it
 imports. This module does no I/O, except that it imports allowed modules.
@@ -28,7 +28,7 @@ _TORCH_HOMES: Final = {
     "torch._tensor": ("torch", ""),
     "torch.functional": ("torch", ""),
 }
-"""For each internal module of PyTorch: the public module, and the prefix that public names do not have."""
+"""For each internal module of PyTorch: the public module, and a prefix of names that the public names lack."""
 _OF_FILES_OR_MEMORY = frozenset(
     {
         "from_file",
@@ -79,7 +79,7 @@ def qualified_name(function: Callable[..., Any] | str) -> str:
 
 
 def home_of(function: Any) -> tuple[str, str]:
-    """Return the public module of a function or class, and its name in the module. An unknown part is empty.
+    """Return the public module of a function or class, and its name in that module. What is unknown is empty.
 
     PyTorch's tensor functions and methods belong to ``torch``. For PyTorch's other C functions the module is unknown.
     """

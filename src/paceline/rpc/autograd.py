@@ -7,8 +7,8 @@ done. Gradients are added to the context instead of ``.grad``, so that contexts 
 
 The recorded graph is that of ``torch.distributed.autograd`` (design note "Distributed Autograd Design"). In PyTorch, a
 process waits for the gradients of all messages of a context, so every message must contribute to the result. In
-Paceline, each message is processed separately. So messages that do not contribute need no gradients. If the outputs of
-a part of the graph were sent in k messages, this part is processed k times.
+Paceline, a process handles the gradients of each message separately, so some messages may not contribute. The price: if
+the outputs of a part of the graph were sent in k messages, backward runs through this part k times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RANK_SHIFT = 32
 
 
 class GradientContext:
-    """This process's part of an autograd context: the recorded messages and the gradients."""
+    """An autograd context in this process: its recorded messages and its gradients."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -136,10 +136,10 @@ contexts = GradientContexts()
 
 @contextlib.contextmanager
 def context() -> Iterator[int]:
-    """Create a context that records this thread's remote calls for a backward pass, for a ``with`` statement.
+    """Record this thread's remote calls during a ``with`` block for a backward pass.
 
-    The statement returns the number of the context. Remote calls that the called functions make are recorded too. At
-    the end of the block all processes delete the context. A context cannot contain another context.
+    ``as`` binds the number of the context. Remote calls that the called functions make are recorded too. At the end of
+    the block all processes delete the context. A context cannot contain another context.
     """
     agent = current_agent()
     if current_context():

@@ -70,7 +70,7 @@ def _copy(result: Future[Any], done: Future[Any]) -> None:
 
 
 class CalleeEnds(RequestServer, ConnectionReceiver):
-    """The callee's ends of the connections from other workers. This class takes them over and serves requests."""
+    """Takes over connections from other workers, and serves the requests on them."""
 
     def __init__(self, agent: LocalWorker, token: str) -> None:
         self.num_served = 0
@@ -91,8 +91,7 @@ class CalleeEnds(RequestServer, ConnectionReceiver):
         for end in list(self._callers):
             end.framed.close()
 
-    # The methods of ConnectionReceiver: the listener (meeting.node.Node) calls them for each connection from another
-    # worker.
+    # The methods of ConnectionReceiver. The listener (meeting.node.Node) calls them for each connection of a worker.
 
     @override
     def coming(self, rank: int) -> None:

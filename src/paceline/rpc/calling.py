@@ -28,7 +28,7 @@ class PendingReply(Future[Any]):
         super().__init__()
         self.description, self.deadline, self.timeout_s = description, deadline, timeout_s
         self.creation: Future[Any] | None = None
-        """The reply to the call that created the object on which this call runs; None if another process created it."""
+        """The reply to the call that created this call's object; None if another process created the object."""
         self._end = end
 
     def cause_of(self, error: PacelineError) -> BaseException:
@@ -45,7 +45,7 @@ class PendingReply(Future[Any]):
 
 
 class ReplyReader(Protocol):
-    """Decodes replies, and runs the callbacks of futures."""
+    """An object that decodes replies, and runs the callbacks of futures."""
 
     def read_reply(
         self, end: CallerEnd, reply: PendingReply, received: Received
@@ -155,7 +155,7 @@ class CallerEnd:
         if waiter is None:
             return
         self._blocked.add(reply)
-        # The last reading thread may have searched for a successor just before this reply was added. So try again to
+        # The last reading thread may have looked for a successor just before this thread was added. So try again to
         # become the reading thread.
         if self._reading.acquire(blocking=False):
             self._blocked.discard(reply)

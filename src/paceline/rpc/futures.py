@@ -32,7 +32,7 @@ class BlockedThreads(Protocol):
 
 
 def wait_by(waiting: BlockedThreads) -> None:
-    """Register `waiting`, which is then notified each time that this thread waits for a future."""
+    """Register `waiting`. From then on, it is notified whenever this thread waits for a future."""
     _local.waiting = waiting
 
 
@@ -119,7 +119,7 @@ class Future(Generic[_Result]):
         self.add_done_callback(run)
         return following
 
-    # The following methods are for the threads that set results.
+    # Threads that set results call the following methods.
 
     def resolve(self, result: Any, error: BaseException | None) -> bool:
         """Set the result or exception, and run the callbacks in this thread. Return False if the future was done."""

@@ -20,7 +20,7 @@ from paceline.rpc.futures import Future
 
 
 class Holding:
-    """This process's reference to an object, which all its RRefs to the object share.
+    """This process's reference to an object. All RRefs of this process to the object share it.
 
     `times` is the number of references that the owner counts for this process.
     """

@@ -28,7 +28,7 @@ UNSET_TIMEOUT = -1.0
 
 
 class LocalWorker(Protocol):
-    """The interface of :class:`~paceline.rpc.agent.Agent`, for the modules that cannot import it without a cycle."""
+    """The interface of :class:`~paceline.rpc.agent.Agent`, for modules that it imports itself."""
 
     rank: int
     pickle: bool

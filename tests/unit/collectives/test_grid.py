@@ -79,9 +79,9 @@ def test_dims_create_takes_the_best_of_all(size: int, num_axes: int) -> None:
 @pytest.mark.parametrize(
     ("size", "shape", "message"),
     [
-        (7, (0, 3, 0), r"\[0, 3, 0\] of 3 ranks for 7 ranks"),
-        (6, (2, 2), r"\[2, 2\] of 4 ranks for 6 ranks"),
-        (2, (4,), "4 ranks for 2"),
+        (7, (0, 3, 0), r"\[0, 3, 0\] needs a multiple of 3 ranks, got 7"),
+        (6, (2, 2), r"\[2, 2\] needs 4 ranks, got 6"),
+        (2, (4,), "needs 4 ranks, got 2"),
         (4, (-2, -2), "negative"),
         (1, (), "at least one axis"),
         (0, (0,), "got 0 ranks"),
@@ -152,7 +152,7 @@ def test_a_grid_rejects_invalid_arguments(alone: Group) -> None:
     read_only = np.zeros((3, 3))
     read_only.flags.writeable = False
     refusals: list[tuple[Callable[[], object], str]] = [
-        (lambda: Grid(alone, (2, 1)), r"\[2, 1\] of 2 ranks for 1 ranks"),
+        (lambda: Grid(alone, (2, 1)), r"\[2, 1\] needs 2 ranks, got 1"),
         (lambda: Grid(alone, periodic=[True]), "periodic for 1 axes"),
         (lambda: grid.neighbour(2, 1), "axis 2"),
         (lambda: grid.coordinates_of(1), "rank 1"),

@@ -1,9 +1,9 @@
 """Find the ranks that delay a collective call or a message, for the text of the timeout error.
 
-The rank that this rank waits for is often not the cause, because it may itself wait for another rank. A late call is
-caused by the ranks that do not answer a status request, and by the ranks that have not made the call and wait for
-nothing. If no such rank exists, the ranks that are still in an earlier call are the cause. A late message is caused by
-the last rank of a chain in which each rank waits for the next rank.
+The rank that this rank waits for is often not the cause, because it may itself wait for another rank. If a call is
+late, the cause is the ranks that do not answer a status request, and the ranks that have not made the call and wait for
+nothing. If no such rank exists, the cause is the ranks that are still in an earlier call. If a message is late, each
+rank may wait for another rank, and the cause is the last rank of this chain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SILENT: Final = "does not answer (its process is stopped or has died, or its ho
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's answer to a status request: its position in the sequence of the group's calls."""
+    """A rank's answer to a status request: the call that it makes, and the ranks that it waits for."""
 
     sequence: int
     """The number of the rank's current or last call; -1 before the first call."""
@@ -34,11 +34,11 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
 
 
 RequestStatus: TypeAlias = Callable[[int], Status | None]
-"""A function that requests and returns a rank's status. It returns None if the rank does not answer in a second."""
+"""A function that requests and returns a rank's status. It returns None if the rank does not answer within a second."""
 
 
 class Search:
-    """Status requests to several ranks. They run in threads, while the main thread continues the collective call."""
+    """Sends status requests to several ranks, in threads, while the main thread continues the collective call."""
 
     def __init__(self, request_status: RequestStatus, ranks: Sequence[int]) -> None:
         self._request_status = request_status
@@ -74,10 +74,11 @@ def first_abort(answers: Mapping[int, Status | None]) -> Abort | None:
 
 
 def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Sequence[int]) -> dict[int, str]:
-    """Return the ranks that delay a message, each with the reason for the error's text.
+    """Return the ranks that delay a message, with the reasons for the text of the error.
 
-    The search starts at ``waiting_for`` and follows the ranks that wait for other ranks. A rank that does not answer or
-    waits for no rank delays the message. Without such a rank, the ranks wait in a cycle, and all of them are returned.
+    Start with the ranks ``waiting_for``. If a rank waits for other ranks, examine these ranks too. A rank that does not
+    answer or waits for no rank delays the message. If there is no such rank, the ranks wait for each other in a cycle,
+    and all of them are returned.
     """
     seen = {own}
     guilty: dict[int, str] = {}
@@ -106,7 +107,7 @@ def find_culprits(answers: Mapping[int, Status | None], sequence: int, waiting_f
     absent = {rank: status for rank, status in late.items() if status.call is None and not status.waiting_for}
     if silent or absent:
         return {rank: _describe(answers.get(rank), sequence) for rank in sorted({*silent, *absent})}
-    # If a rank in an earlier call waits for another rank in an earlier call, only the other rank can be the cause.
+    # A rank in an earlier call is not the cause if it waits for another rank in an earlier call.
     first = {rank: status for rank, status in late.items() if not set(status.waiting_for) & set(late)}
     if first or late:
         return {rank: _describe(status, sequence) for rank, status in sorted((first or late).items())}

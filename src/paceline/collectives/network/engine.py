@@ -55,8 +55,8 @@ class Layered:
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
         sums = reduction._replace(scale=1.0)
         try:
-            # If the ranks of one host find that their calls differ, they report this to the other hosts over links. The
-            # barrier connects these links.
+            # This barrier connects the links between hosts. If the calls of one host's ranks differ, the ranks report
+            # the error over these links.
             execute(self._executor, order, self._barrier, Blocks([]), None)
             if self._shared is not None:
                 self._shared.reduce(order, source, target if self._is_leader else None, sums, 0)
@@ -68,7 +68,7 @@ class Layered:
                 scale(target, reduction)
             if self._shared is not None:
                 self._shared.broadcast(order, target, 0)
-        except BaseException as error:  # the other ranks of this host and of other hosts must raise the error too
+        except BaseException as error:  # the other ranks of all hosts must raise the error too
             if self._shared is not None:
                 self._shared.abort(error)
             self._executor.abort(order.call, order.sequence, error)
@@ -87,7 +87,7 @@ class NetworkEngine(Engine):
         layered: Layered | None = None,
     ) -> None:
         """`hosts` has the number of each rank's host. `choose` returns the algorithm for a collective and a size in
-        bytes. `layered` runs hierarchical all-reduces; without it, they run as ordinary schedules.
+        bytes. `layered` runs hierarchical all-reduces. If it is None, ordinary schedules run them.
         """
         self.rank, self.size = links.rank, links.size
         self._links = links
@@ -213,8 +213,8 @@ class NetworkEngine(Engine):
         self.run(order, collective, blocks, total, root=root, algorithm=algorithm)
 
     def _agree(self, order: Order) -> None:
-        """Run a barrier that checks that all ranks make the same call. In the call itself, a rank that only sends
-        receives no message, and could not detect that the other ranks make a different call.
+        """Run a barrier, which checks that all ranks make the same call. During the call itself, a rank that only sends
+        could not detect that other ranks make a different call, because it receives no message.
         """
         self.execute(order, self._schedule("barrier", "dissemination", 0, 1), Blocks([]), None)
 

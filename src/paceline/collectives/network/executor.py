@@ -145,8 +145,8 @@ class ScheduleExecutor:
         for peer in self._peers.values():
             try:
                 peer.peek()
-            except LinkBroken:  # ignored: the rank may have finished its work; if not, a later send or receive fails
-                pass
+            except LinkBroken:
+                pass  # the rank may have finished its work; if not, a later send or receive will fail
 
     def _fail(self, signal: UnexpectedMessage | LinkBroken | CallEnded, patience: Patience) -> NoReturn:
         current = patience.current

@@ -7,8 +7,8 @@ A message is a header of 32 bytes, a text (in msgpack format) and a body (the ra
 
 All fields are unsigned and little-endian. ``nbytes`` counts the body only. The text of a DATA message describes the
 sender's call in about 60 bytes, so that the receiver of an unexpected message can report the sender's call and its own.
-The receiver of a DATA message compares the 32 bytes with the header that it expects, and parses them only if they
-differ. The text of an ABORT message is an :class:`Abort`. An ABORT has no body and is the last message on its link.
+The receiver of a DATA message compares the header's bytes with the bytes that it expects, and parses the header only if
+they differ. The text of an ABORT message is an :class:`Abort`. It has no body and is the last message on its link.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Head(NamedTuple):
 
 
 class Heads:
-    """Creates the head (header and text) of each message of one call. The heads differ only in the body's length."""
+    """Creates the heads (header and text) of one call's messages. The heads differ only in the body's length."""
 
     __slots__ = ("_heads", "_padded", "_sequence", "_signature", "_text_bytes", "head_bytes")
 

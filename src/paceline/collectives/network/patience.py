@@ -34,7 +34,7 @@ class CallEnded(Exception):  # noqa: N818  (a signal to the executor, which rais
 class Patience:
     """Limits the waits of one call.
 
-    If ranks make different calls by mistake, they may wait for messages that will never be sent. So a rank that waits
+    If ranks make different calls by mistake, they may wait for messages that no rank will send. So a rank that waits
     for a long time requests the current calls of all ranks: after two seconds, then at intervals that grow by a factor
     of 4, and shortly before the timeout.
     """
@@ -48,7 +48,7 @@ class Patience:
         current: CurrentCall,
         interruption: Callable[[], Abort | None] = lambda: None,
     ) -> None:
-        """``set_waiting_for`` records the ranks that this rank waits for, for status requests of other ranks.
+        """``set_waiting_for`` stores the ranks that this rank waits for, so that status requests return them.
         ``interruption`` returns the reason to end the call, or None if the call may continue.
         """
         self._timeout_s = timeout_s

@@ -1,8 +1,8 @@
 """Receive the messages of one link, and decide when their bytes may be written to memory.
 
-A round must send the contents that its blocks have at the beginning of the round. So if received bytes replace bytes
-that are not sent yet, the received bytes wait in scratch memory. If several messages of a round write the same memory,
-they are written in the order of the schedule's actions, so that floating-point sums are equal in every run.
+A round must send the contents that its blocks have at the beginning of the round. So received bytes that would replace
+unsent bytes wait in scratch memory. If several messages of a round write the same memory, they are written in the order
+of the schedule's actions, so that floating-point sums are equal in every run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ value, because the sign of min(-0, 0) and the bits of a NaN result depend on the
 SMALL_BYTES: Final = 1 << 13
 """Up to this size, the body of a message is received together with its head, by one system call."""
 PIECE_BYTES: Final = 1 << 17
-"""The size of the pieces in which a received body is reduced. A piece fits into the processor's L2 cache, and the next
-piece arrives in the system's socket buffer during its reduction.
+"""The size of the pieces in which a received body is reduced. A piece fits into the processor's L2 cache. During its
+reduction, the next piece arrives in the system's socket buffer.
 """
 _REUSED_BYTES: Final = 1 << 24
-_MIN_IN_PLACE_BYTES: Final = 1 << 14  # bytes per view; into smaller views, a copy is faster than a receive per view
+_MIN_IN_PLACE_BYTES: Final = 1 << 14  # average bytes per view; below it, copying is faster than a receive per view
 _NUM_RECEIVES: Final = 8  # receive calls on one link before the next link gets its turn
 
 
@@ -127,12 +127,12 @@ class PeerMessages:
         return self.scanner
 
     def _check_for_abort(self) -> None:
-        # A rank that fails sends an ABORT and then no longer reads, so this rank's sends make no progress. Therefore a
-        # slow send checks for an ABORT.
+        # A rank that fails sends an ABORT and stops reading, so sends to it make no progress. Therefore a slow send
+        # checks for an ABORT.
         try:
             self.peek()
         except LinkBroken:
-            if self.sends:  # without sends, the link may be closed, because the peer has finished its work
+            if self.sends:  # without pending sends this is no error: the peer may have finished its work
                 raise
 
     def _is_data(self) -> bool:
@@ -257,8 +257,8 @@ class IncomingMessage:
         return True
 
     def _check_head(self) -> None:
-        # The header contains the signature (a hash) of the call. So if the headers are equal, the texts after the
-        # headers, which describe the calls, are equal too.
+        # The header contains the call's signature (a hash). If the headers are equal, the calls are equal, and so are
+        # the texts after the headers.
         if self._peer.stage[:HEADER_BYTES] != self._head[:HEADER_BYTES]:
             raise UnexpectedMessage(self._peer)
 
@@ -297,7 +297,7 @@ class IncomingMessage:
                 self._backlog.append((piece, piece[:limit]))
                 self._piece = None
                 self._write_backlog()
-                if self._backlog or self.got == self.nbytes:  # the backlog waits for sends on other links
+                if self._backlog or self.got == self.nbytes:  # the backlog must wait for sends on other links
                     break
         return moved
 

@@ -14,12 +14,12 @@ from paceline.transport.spinning import Spinner
 
 _IN = select.POLLIN
 _OUT = select.POLLOUT
-_MOVED = (-1, 0)  # replaces the events of a poll if bytes were sent or received without a poll
+_MOVED = (-1, 0)  # an event without a poll, which means that bytes were sent or received
 _MAX_TRIED = 3  # for more links, one poll is cheaper than one attempt per link
 
 
 class RoundLoop:
-    """The loop that sends and receives the messages of rounds. Sockets stay registered for polling between rounds."""
+    """Sends and receives the messages of rounds. Between rounds, the sockets stay registered for polling."""
 
     def __init__(self) -> None:
         self._poll = select.poll()

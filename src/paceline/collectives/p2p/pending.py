@@ -26,7 +26,7 @@ _DESCRIPTION_BYTES: Final = 40
 
 
 class Waiting(Protocol):
-    """The object that created pending operations, and that runs the wait for them."""
+    """The object that creates operations, and that waits for them."""
 
     def wait(self, pending: Pending, timeout_s: float) -> None: ...
 

@@ -48,7 +48,7 @@ def tree_of(parents: Sequence[int]) -> Tree:
         if parent != NO_RANK:
             children[parent].append(rank)
     order = [parents.index(NO_RANK)]
-    for rank in order:  # the loop extends the list that it iterates over, so parents come before their children
+    for rank in order:  # the loop appends children to the list during the iteration, so parents come first
         order.extend(children[rank])
     assert len(order) == num_ranks, "the parents do not form a tree: some ranks cannot be reached from the root"
     weights, ready = [1] * num_ranks, [0] * num_ranks

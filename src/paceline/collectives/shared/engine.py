@@ -26,7 +26,7 @@ from paceline.errors import GroupClosedError
 from paceline.kernels import peer_memory, shared, steps
 
 _SPINS: Final = 300
-"""The number of checks of a waiting rank (about 5 microseconds) before it yields its core to other processes."""
+"""A waiting rank checks this often (about 5 microseconds) before it yields its core to other processes."""
 _YIELDS: Final = 300
 _CLOSE_S: Final = 2.0
 _SCRATCH_BYTES: Final = 1 << 18
@@ -57,8 +57,8 @@ class SharedMemory(Engine):
         num_cores: int,
         members: Sequence[int] | None = None,
     ) -> None:
-        """`processes` has the process id of each rank. `members` has the number by which error messages name each rank
-        (default: 0, 1, ...).
+        """`processes` has the process id of each rank. `members` has each rank's number in error messages (default: 0,
+        1, ...).
         """
         size = len(processes)
         self.rank, self.size, self.name = rank, size, name
@@ -82,8 +82,8 @@ class SharedMemory(Engine):
         """Whether each rank can read the memory of all other ranks' processes; see :meth:`test_peer_reads`."""
         self._in_use = threading.Lock()
         self._mapping = threading.Lock()
-        """The lock that prevents writes to the segment after :meth:`close` has unmapped it. A thread that needs
-        `_in_use` too must acquire `_in_use` first.
+        """A lock for writes to the segment, which :meth:`close` unmaps. A thread that needs `_in_use` too must acquire
+        `_in_use` first.
         """
         self._is_closing = False
 
@@ -261,9 +261,9 @@ class SharedMemory(Engine):
 
 
 def _small_bytes(size: int) -> int:
-    """Return the largest array, in bytes, of which every rank reads the data of all ranks.
+    """Return the largest size in bytes of an array that every rank reduces completely, from the data of all ranks.
 
-    For larger arrays each rank reduces one part only, which needs fewer reads but more waits.
+    Of a larger array, each rank reduces only one part. This needs fewer reads but more waits.
     """
     return 1 << 15 if size == 2 else (1 << 13 if size <= 8 else 1 << 10)
 

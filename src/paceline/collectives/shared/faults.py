@@ -21,7 +21,7 @@ from paceline.transport import register_type
 
 _DESCRIBE_S: Final = 2.0
 _EARLY_S: Final = 0.1
-"""The time before the timeout at which a rank reports an error, so that the other ranks receive the error in time."""
+"""A rank reports a timeout this much earlier, so that the other ranks receive the error before their own timeout."""
 DYING_S: Final = 1.0
 _REPORT_BYTES: Final = 3000
 _MAX_BLAMED: Final = 100
@@ -52,10 +52,10 @@ class SharedFaults:
         self._watch.close()
 
     def unreadable(self, order: Order, rank: int) -> RankLostError:
-        """Return the error after this rank could not read the memory of ``rank``.
+        """Return the error to raise if this rank cannot read the memory of ``rank``.
 
-        The memory of a dying process disappears before the system reports its end. So this method waits up to a second
-        for the end of the process.
+        The memory of a dying process disappears before the system reports the process's end. So this method waits up to
+        a second for this end.
         """
         until = time.monotonic() + min(DYING_S, order.timeout_s)
         while rank not in self._watch.dead() and time.monotonic() < until:
@@ -120,7 +120,7 @@ class SharedFaults:
             text = f"rank {own} of group {self._name!r} failed: {type(error).__name__} {error}"
             abort = Abort("error", text.strip(), (own,))
         text = abort.message.encode()[:_REPORT_BYTES].decode(errors="ignore")
-        # The calls are left out and the number of ranks is limited, because the space in the segment's header is small.
+        # The segment's header has little space, so leave out the calls and limit the number of ranks.
         abort = Abort(abort.kind, text, abort.ranks[:_MAX_BLAMED])
         self._write(steps.STORY, msgspec.msgpack.encode(abort))
         steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))

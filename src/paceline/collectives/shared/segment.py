@@ -1,4 +1,4 @@
-"""Segments: memory that the ranks of one host share, without a file that remains after the ranks have ended.
+"""Create memory segments that the ranks of one host share. No file remains after the ranks have ended.
 
 On Linux a segment is an anonymous file (``memfd_create``), which the other ranks open through ``/proc``. On other
 systems a segment is a temporary file, which is deleted as soon as all ranks have opened it. So killed ranks leave no
@@ -54,7 +54,7 @@ class Segment(Closing):
             raise SegmentError(f"cannot create shared memory: {error.strerror}") from None
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, num_bytes)  # reserves memory: a lack would raise SIGBUS later
+                os.posix_fallocate(descriptor, 0, num_bytes)  # otherwise a lack of memory would raise SIGBUS later
             else:
                 os.ftruncate(descriptor, num_bytes)
             return cls(descriptor, num_bytes, path)

@@ -81,7 +81,7 @@ class PodOptions:
         settings = {"volume": self.volume, "tls-secret": self.tls_secret, "restarts": self.restarts}
         for flag, value in settings.items() if self.kind == "trainjob" else ():
             if value:
-                raise UsageError(f"--kind trainjob: Kubeflow's runtime has this setting. Leave --{flag} out")
+                raise UsageError(f"--kind trainjob: --{flag} is a setting of Kubeflow's runtime. Leave it out")
 
     @property
     def volumes(self) -> list[tuple[str, str]]:

@@ -70,7 +70,7 @@ def add_kind(code: int, types: Sequence[type], pack: Pack, unpack: Unpack) -> No
 
 
 class CannotSendError(Exception):
-    """Raised if a value cannot be sent. `place` is the path of the value in the message, for the error's text."""
+    """Raised if a value cannot be sent. For the error's text, `place` is the path of the value in the message."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -81,14 +81,14 @@ def _msgpack(packed: Any) -> bytes:
     try:
         return msgspec.msgpack.encode(packed)
     except (UnicodeEncodeError, OverflowError) as error:
-        raise CannotSendError(f"it holds a value without an encoding: {printable(str(error), 200)}") from None
+        raise CannotSendError(f"it contains a value that msgpack cannot encode: {printable(str(error), 200)}") from None
 
 
 class Encoding:
-    """The encoding of one message."""
+    """Encodes one message."""
 
     def __init__(self, *, pickle: bool = False, records: bool = False, agent: Any = None) -> None:
-        """With `records`, the tensors that require a gradient are collected. `agent` sends the message's RRefs."""
+        """With `records`, collect the tensors that require a gradient. `agent` sends the message's RRefs."""
         self.parts: list[Buffer] = []
         """The body of the message: the memory of the arrays, without copies, and padding."""
         self.references: list[Any] = []
@@ -169,7 +169,7 @@ class Encoding:
 
     def _find(self, value: Any, kind: type) -> Pack:
         find_pack = _load_values()
-        if kind in _packs:  # the import of a module has registered the type
+        if kind in _packs:  # the imported module has registered the type
             return _packs[kind]
         if kind.__module__.partition(".")[0] == "torch" or _is_tensor(value):
             _load_tensors()
@@ -182,7 +182,7 @@ class Encoding:
 
 
 class Decoding:
-    """The decoding of one message."""
+    """Decodes one message."""
 
     def __init__(self, body: memoryview, allowed: Allowed, *, pickle: bool = False, agent: Any = None) -> None:
         """The decoded arrays are views of `body`. `agent` is this process's agent, for RRefs in the message."""

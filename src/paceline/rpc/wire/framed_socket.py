@@ -73,8 +73,8 @@ class FramedSocket:
         self._poller = select.poll()
         self._poller.register(connected.fileno(), select.POLLIN)
         self._spin = Spinner().wait
-        # Waits in the middle of a frame are short, because the remaining bytes are in flight. So they have a separate
-        # spinner, which adapts to short waits.
+        # Waits in the middle of a frame are short, because the remaining bytes are in flight. A spinner adapts to the
+        # length of its waits, so these waits have their own spinner.
         self._within = Spinner().wait
         self._within_sending = Spinner().wait
         self._seals: Seals | None = None
@@ -83,7 +83,7 @@ class FramedSocket:
         self._has_large = False  # whether a large body has been received through the socket
 
     def agree_on_seals(self, token: str, *, connecting: bool, deadline: float) -> None:
-        """Add an authentication tag to all later frames if this is a network connection without TLS.
+        """If this is a network connection without TLS, add an authentication tag to all later frames.
 
         Both ends must call this method before their first frame.
         """
@@ -97,7 +97,7 @@ class FramedSocket:
         self._seals = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
 
     def share_bodies(self) -> None:
-        """Offer shared memory to the callee at the first large body.
+        """Permit this end to offer shared memory to the callee at the first large body.
 
         Only the caller's end may call this method, and only if both ends are on one host.
         """
@@ -333,7 +333,7 @@ def _poll_ms(seconds: float) -> float:
 
 
 def _is_on_host(connected: socket.socket | Any) -> bool:
-    """Return whether both ends of a connection are on this machine. The local end of a TLS relay counts as such too."""
+    """Return whether both ends of a connection are on this machine. The local end of a TLS relay counts as an end."""
     if connected.family == getattr(socket, "AF_UNIX", None):
         return True
     return all(is_loopback(place[0].partition("%")[0]) for place in (connected.getsockname(), connected.getpeername()))

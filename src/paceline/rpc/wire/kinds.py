@@ -41,8 +41,8 @@ _TEXT_TYPES: Final = (
     decimal.Decimal,
 )
 _ISO_TYPES: Final = _TEXT_TYPES[:3]
-"""The date and time types that Python itself converts to text and back. msgspec rejects some of their time zones,
-whose offset has a fraction of a minute.
+"""The date and time types that are converted to text and back by Python, because msgspec rejects time zones whose
+offset has a fraction of a minute.
 """
 
 

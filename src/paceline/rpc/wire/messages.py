@@ -41,7 +41,7 @@ class RpcKind(IntEnum):
     RELEASE = FIRST_APPLICATION_KIND + 4
     """A notification that the sender has released references. There is no reply."""
     WATCH = FIRST_APPLICATION_KIND + 5
-    """A request that is never answered. It fails when the callee dies, so that the caller detects the death."""
+    """A request without an answer. It fails when the callee dies, so that the caller detects the death."""
     RESULT = FIRST_APPLICATION_KIND + 6
     FAILED = FIRST_APPLICATION_KIND + 7
 
@@ -95,7 +95,7 @@ def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
     failure = CallFailure(name, _text(error), _encodable(trace))
     arguments = _arguments_of(error) if with_trace else None
     if arguments is not None:
-        with contextlib.suppress(UnicodeEncodeError, OverflowError):  # msgpack rejects surrogates and large numbers
+        with contextlib.suppress(UnicodeEncodeError, OverflowError):  # msgpack rejects surrogates and huge integers
             meta = msgspec.msgpack.encode(msgspec.structs.replace(failure, arguments=arguments))
             if len(meta) < _MAX_ARGUMENTS_BYTES + _MAX_TEXT + _MAX_TRACE:
                 return meta

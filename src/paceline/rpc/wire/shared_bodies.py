@@ -37,7 +37,7 @@ _UCRED = struct.Struct("=iII")
 
 
 def can_share() -> bool:
-    """Return whether this system is Linux on x86-64. There, another process sees the data in a slot before its flag."""
+    """Return whether this is Linux on x86-64. There, other processes see the data in a slot before the slot's flag."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
@@ -57,7 +57,7 @@ class SlotView(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class _Forks:
-    """The number of forks of this process and its ancestors."""
+    """Counts the forks of this process and its ancestors."""
 
     number = 0
 
@@ -132,7 +132,7 @@ class SharedBodies:
         return None
 
     def take(self, slot: int, size: int) -> memoryview:
-        """Return a view of the body in a slot, which occupies the slot. Return a copy if few slots are free.
+        """Return a view of the body in a slot, which occupies the slot; if few slots are free, return a copy.
 
         Raises ProtocolError for an invalid slot or size.
         """

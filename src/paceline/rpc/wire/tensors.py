@@ -57,9 +57,9 @@ def _pack_tensor(encoding: Encoding, value: torch.Tensor) -> Any:
 
 def _unpack_tensor(decoding: Decoding, data: memoryview) -> torch.Tensor:
     name, shape, is_recorded = decoding.nested(data)
-    if name == "bfloat16":
+    if name == "bfloat16":  # NumPy, and therefore take_array, does not support this dtype
         tensor = torch.from_numpy(decoding.take_array("int16", shape)).view(torch.bfloat16)
-    elif name in _DTYPES:  # a dtype that NumPy, and therefore take_array, does not support
+    elif name in _DTYPES:
         tensor = torch.from_numpy(decoding.take_array(name, shape))
     else:
         raise ProtocolError("got a tensor of an unknown dtype")
