@@ -114,7 +114,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def is_joined(self, process: VirtualProcess) -> bool:
-        """Return whether a server or worker has been a member."""
+        """Return whether a server or worker has become a member."""
 
     @abstractmethod
     def leave(self, process: VirtualProcess) -> bool:
@@ -153,12 +153,12 @@ class Cluster(ABC):
 
     @property
     def live_servers(self) -> list[VirtualProcess]:
-        """The servers that live and have been members."""
+        """The live servers that have become members."""
         return [process for process in self.servers.values() if not process.is_dead and self.is_joined(process)]
 
     @property
     def live_workers(self) -> list[VirtualProcess]:
-        """The workers that live and have been members."""
+        """The live workers that have become members."""
         return [process for process in self.workers.values() if not process.is_dead and self.is_joined(process)]
 
     def incarnation_of(self, process: VirtualProcess) -> int | None:

@@ -20,12 +20,13 @@ _FORMER: Final = 0.3
 """While a new and a former listener of an address live, this share of the connections reaches the former listener."""
 
 
-class Refused(Exception):  # noqa: N818 - an answer
+class Refused(Exception):  # noqa: N818 - an answer, not an error
     """No process listens at an address."""
 
 
 class End:
-    """One end of a connection; subclasses send. `changed` is called when data arrives and when the connection ends."""
+    """One end of a connection. Subclasses define the data. `changed` is called when data arrives and when the
+    connection ends."""
 
     def __init__(self, network: VirtualNetwork, process: VirtualProcess, path: tuple[str, str]) -> None:
         self.network = network

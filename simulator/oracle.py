@@ -19,11 +19,11 @@ Value: TypeAlias = tuple[int, int, int]
 """A worker's push to one bucket: (bucket, index, number). The index counts the worker's pushes to the bucket from 1."""
 
 
-class DataLost(Exception):  # noqa: N818 - an end, not an error
+class DataLost(Exception):  # noqa: N818 - ends a run without an error
     """Buckets are lost, as expected when too many servers fail."""
 
 
-class Violation(AssertionError):  # noqa: N818 - the word of the command line
+class Violation(AssertionError):  # noqa: N818 - the command prints this word
     """A guarantee does not hold."""
 
 

@@ -25,7 +25,7 @@ class Killed(SystemExit):
     """Ends a thread of a process that was killed. It is a SystemExit, because asyncio re-raises every SystemExit."""
 
 
-class Deadlock(Exception):  # noqa: N818 - a finding, like Violation
+class Deadlock(Exception):  # noqa: N818 - reported like a Violation
     """The simulation has not ended after the maximum number of turns."""
 
 

@@ -93,7 +93,7 @@ class ProductCluster(Cluster):
     @override
     def check_end(self) -> None:
         self.oracle.check(self._chains())
-        if not self.settings.is_sequential and self.world.random.random() < _COMPARED:  # else it would wait
+        if not self.settings.is_sequential and self.world.random.random() < _COMPARED:  # else the snapshot would wait
             self._compare_snapshot()
         self.state.num_phases += 1
 

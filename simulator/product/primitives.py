@@ -110,7 +110,7 @@ class RLock(Lock):
 
 
 class Condition:
-    """Replaces ``threading.Condition``; with a new lock or the given `lock`."""
+    """Replaces ``threading.Condition``. It uses `lock`, or by default a new lock."""
 
     def __init__(self, world: VirtualWorld, lock: Lock | None = None) -> None:
         self._world = world

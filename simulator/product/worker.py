@@ -215,7 +215,7 @@ class ProductWorker(Participant):
             )
 
     def _check_clocks(self, client: Client) -> None:
-        """Check the workers' clocks in the table. The consistency guarantees a minimum; sequential, also a maximum."""
+        """Check the workers' clocks in the table. Consistency guarantees a minimum, and sequential also a maximum."""
         state, clock, tau = self.state, client.clock, self.state.settings.consistency.tau
         live = [worker for worker in state.workers.values() if worker.is_joined and not worker.process.is_disturbed]
         values = CLOCKS.pull(self._tables["clocks"], CLOCKS.keys_of(0))[:, 0].tolist()

@@ -62,7 +62,7 @@ class SimulatedNode(MessageProcess):
     def is_member(self) -> bool:
         return self.state.welcome is not None
 
-    # The parts of subclasses.
+    # Subclasses override these methods.
 
     def welcomed(self) -> None:
         """Begin the work of a member."""

@@ -1,4 +1,5 @@
-"""Run the programs of simulated nodes. A program waits for requests to servers, for a job's answer or for a time."""
+"""Run the programs of simulated nodes. A program waits for requests to servers, for an answer about a job, or for a
+time."""
 
 from __future__ import annotations
 
