@@ -113,7 +113,7 @@ def _in_panel(parameter: Any, hint: Any, panel: str | None) -> Any:
 
 
 def build_flags(hint: Any, name: str, values: Mapping[str, Any]) -> Any:
-    """Return the dataclass `hint` with the values of the command line; if `hint` is no dataclass, return `name`'s."""
+    """Return ``values[name]`` or, if `hint` is a dataclass, the dataclass with the values of its fields."""
     if not _is_flags(hint):
         return values[name]
     hints = _hints(hint)

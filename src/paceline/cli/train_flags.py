@@ -55,7 +55,7 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadFlags:
-    """How the data is read, and which features it has."""
+    """The format of the data, and its features."""
 
     panel: ClassVar = "Data"
 

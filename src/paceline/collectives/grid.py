@@ -323,7 +323,7 @@ def split_evenly(n: int, parts: int) -> list[slice]:
     [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
     """
     if n < 0 or parts < 1:
-        raise UsageError(f"got {n} to split into {parts} parts, expected at least 0 and at least 1 part")
+        raise UsageError(f"got {n} items and {parts} parts, expected at least 0 items and at least 1 part")
     length, longer = divmod(n, parts)
     bounds = [part * length + min(part, longer) for part in range(parts + 1)]
     return [slice(low, high) for low, high in pairwise(bounds)]

@@ -434,7 +434,7 @@ class Group(Closing):
                 return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
         except RankLostError as error:
             # If a rank of the subgroup is only late, this group continues, and the program may try again. This group
-            # fails if a rank's process has ended, or if this call creates the subgroup on all ranks (`label`).
+            # fails if a rank's process has ended, or if all ranks create their subgroups in one call (`label`).
             if label or (isinstance(error, EndedError) and set(error.ranks) & set(self.ranks)):
                 self._subgroup_failed(error)
             raise RankLostError(str(error), error.ranks) from error.__cause__

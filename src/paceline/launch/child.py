@@ -1,4 +1,4 @@
-"""Run a process of a local cluster: ``python -m paceline.launch.child '{"role": "server", …}'``, or a fork.
+"""Run a process of a local cluster: a fork, or ``python -m paceline.launch.child '{"role": "server", …}'``.
 
 The token is in the environment, because every user can read a command line.
 """

@@ -21,7 +21,7 @@ RENDEZVOUS_PORT: Final = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class PushFlags:
-    """When servers acknowledge pushes and when they reject them."""
+    """Options that determine when servers acknowledge pushes, and when they reject pushes."""
 
     min_replicas: int | None = option(
         "Acknowledge a push only when this many replicas have it. Pushes wait until a dead server is replaced. "

@@ -139,9 +139,9 @@ class Killable(Protocol):
 
 
 class ForkServer:
-    """A process that forks others, which run the `main` of one module. Use it as a context manager, or close it.
+    """Starts a process that forks children, which run `main` of a module. Use it as a context manager, or close it.
 
-    The forked processes survive the fork server and end with their own parent, but their status is then unknown.
+    If the fork server ends, its children continue until their parent ends, but their exit status is then unknown.
     """
 
     def __init__(self, line: socket.socket | None, process: Killable | None = None) -> None:

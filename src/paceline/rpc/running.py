@@ -28,7 +28,7 @@ UNSET_TIMEOUT = -1.0
 
 
 class LocalWorker(Protocol):
-    """The interface of :class:`~paceline.rpc.agent.Agent`, for modules that it imports itself."""
+    """The interface of :class:`~paceline.rpc.agent.Agent`, for modules that cannot import the agent without a cycle."""
 
     rank: int
     pickle: bool

@@ -16,7 +16,7 @@ from paceline.strategies.spec import StrategyOptions, StrategySpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticFlags:
-    """The given options, unchecked. Missing options are None."""
+    """The options as the user gave them, unchecked. Missing options are None."""
 
     panel: ClassVar = "Failures"
 
@@ -53,7 +53,7 @@ class ElasticOptions(StrategyOptions):
     balance: bool = False
     """Whether the ranks' numbers of samples in a step depend on their speeds."""
     drop_stragglers: float | None = None
-    """Limit of a rank's step time, in medians of the other ranks; None without a limit."""
+    """Limit of a rank's step time, as a multiple of the other ranks' median; None without a limit."""
 
     @property
     @override

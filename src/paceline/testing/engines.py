@@ -50,7 +50,7 @@ class EngineSetting:
         return RunRole(name=name, command=command, num_nodes=num_nodes, num_cpus=1, files=(str(file),))
 
     def run(self, *roles: RunRole) -> tuple[RunEnd, str]:
-        """Run roles to the end; return it with the output."""
+        """Run roles until the run ends. Return its end and its output."""
         with _capture_output() as output:
             with self.make() as engine:
                 engine.start(roles)

@@ -94,7 +94,7 @@ def expect(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[
 
 
 def uneven(group: Group, seed: int = 0, most: int = 40) -> list[int]:
-    """Return the number of rows of every rank, equal on all ranks, with one zero."""
+    """Return a random number of rows for each rank, one of them 0. The result is the same on every rank."""
     sizes = [int(rows) for rows in np.random.default_rng(seed).integers(1, most, group.size)]
     sizes[seed % group.size] = 0
     return sizes

@@ -245,7 +245,7 @@ def check_threads(group: Group) -> None:
 
 
 def check_wrong_use(group: Group) -> None:
-    """Errors that one rank can detect raise UsageError before anything is sent; the group stays usable."""
+    """If a rank can detect an invalid call, it raises UsageError before it sends a message; the group stays usable."""
     size, rank = group.size, group.rank
     ones = np.ones(size)
     read_only = np.ones(3)

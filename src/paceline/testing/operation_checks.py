@@ -46,7 +46,7 @@ def check_all_reduce_dtypes(group: Group) -> None:
 
 
 def check_all_reduce_sizes(group: Group) -> None:
-    """Every size works into a new array, into a given array and in place; the source does not change."""
+    """Results of every size are correct in a new array, in a given array and in place; the source does not change."""
     for size in (*SIZES, 300_000):
         for op, dtype in (("sum", "float32"), ("max", "float64"), ("min", "int16")):
             given = sample(group.rank, size, dtype, size)

@@ -53,7 +53,7 @@ class Blocks:
         return len(self._offsets) - 1
 
     def views(self, spans: Spans) -> list[memoryview]:
-        """Return the memory of the blocks in ``spans``, in order. Adjacent blocks become one view; empty ones none."""
+        """Return the memory of ``spans``, in order. Adjacent blocks share a view; empty ones have none."""
         return self.locate(spans)[0]
 
     def locate(self, spans: Spans) -> tuple[list[memoryview], Ranges]:

@@ -92,8 +92,8 @@ def unexpected(current: CurrentCall, rank: int, frame: Head) -> Abort:
 
 
 def received(current: CurrentCall, abort: Abort) -> Abort:
-    """Return the ABORT of another rank for this rank's error. If the ABORT reports a mismatch in the current call, this
-    rank's call is added to it.
+    """Return the ABORT for this rank's error, given another rank's ABORT. If that reports a mismatch in the current
+    call, add this rank's call.
     """
     if abort.kind != "mismatch" or not abort.calls or abort.sequence != current.sequence:
         return abort

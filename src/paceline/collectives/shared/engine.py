@@ -263,7 +263,7 @@ class SharedMemory(Engine):
 def _small_bytes(size: int) -> int:
     """Return the largest size in bytes of an array that every rank reduces completely, from the data of all ranks.
 
-    Of a larger array, each rank reduces only one part. This needs fewer reads but more waits.
+    If an array is larger, each rank reduces only one part of it. This needs fewer reads but more waits.
     """
     return 1 << 15 if size == 2 else (1 << 13 if size <= 8 else 1 << 10)
 

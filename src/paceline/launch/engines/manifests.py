@@ -85,7 +85,7 @@ class PodOptions:
 
     @property
     def volumes(self) -> list[tuple[str, str]]:
-        """The claims with their paths."""
+        """The volumes' claims, each with the path of the volume in the pods."""
         parts = (volume.partition(":") for volume in self.volume or ())
         return [(claim, path) for claim, _, path in parts]
 

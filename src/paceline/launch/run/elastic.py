@@ -21,7 +21,7 @@ from paceline.transport import TLS, Address
 from paceline.transport.backoff import Backoff
 
 _REPORT_TIMEOUT_S: Final = 300.0
-"""Time limit for the ranks' reports after a failure. It is long: ranks may compute long before they detect it."""
+"""Time limit for the ranks' reports after a failure. It is long: ranks may compute for minutes before they report."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _MOST_FAILED_STARTS: Final = 5
 """After this many early failures of ranks in a row, dead ranks are not replaced any more."""

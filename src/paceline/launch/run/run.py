@@ -133,7 +133,7 @@ def _ignore_sigterm() -> Iterator[None]:
 
 
 def _find_filters(options: RunOptions, strategy: StrategySpec) -> tuple[str | None, str | None]:
-    """Return the ranks' filters and their filters of pulled rows, with the modules to import. Raises UsageError."""
+    """Return the filters and the pull filters for the ranks, as texts with the modules to import. Raises UsageError."""
     pushed, pulled = options.filters or "", options.pull_filters
     options.filter_modules.load(options.filters, options.pull_filters)
     chain = parse_filters(pushed)
@@ -146,7 +146,7 @@ def _find_filters(options: RunOptions, strategy: StrategySpec) -> tuple[str | No
     elif chain and strategy.filters == ("gradients",):
         gradient_filters(pushed)
     elif chain and not strategy.filters:
-        reason = "is one process" if strategy.is_one_process else "exchanges no gradients that filters apply to"
+        reason = "runs in one process" if strategy.is_one_process else "exchanges no gradients that filters apply to"
         raise UsageError(f"--filters {pushed}: strategy {strategy.name} {reason}. Leave it out")
     return with_modules(pushed) if chain else None, None if pulled is None else with_modules(pulled)
 

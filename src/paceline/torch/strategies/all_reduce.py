@@ -34,8 +34,8 @@ BACKENDS = ("paceline", "gloo", "nccl")
 class AllReduce(Strategy):
     """Data parallelism over PyTorch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020).
 
-    The result equals one process on the concatenated batch, if the loss is a mean and the ranks' batches have the same
-    size.
+    The result equals that of one process on the concatenated batch, if the loss is a mean and the ranks' batches have
+    the same size.
 
     - `backend`: ``paceline`` (NCCL for CUDA tensors), ``gloo`` or ``nccl``. If the program has already initialized
       ``torch.distributed``, that backend is used.

@@ -106,5 +106,5 @@ class Mirrors(ReplicaValues):
         self._copies[replica, id(parameter)] = (parameter, copy, self._state(parameter))
 
     def _state(self, parameter: nn.Parameter) -> _State:
-        """Return a value that changes when a parameter is written in place, gets other memory, or a step is made."""
+        """Return a value that changes at an optimizer step, at a write in place, and when the memory is replaced."""
         return self._num_steps, parameter._version, parameter.data_ptr()

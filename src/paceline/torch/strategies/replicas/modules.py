@@ -96,7 +96,7 @@ class ReplicaModule:
                 if id(parameter) not in self.parameters:
                     value = values[id(parameter)]
                     self.parameters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                # Not copy._parameters: nn.RNNBase.__setattr__ also puts the parameter into its list _flat_weights.
+                # Use setattr, because nn.RNNBase.__setattr__ also puts the parameter into its list _flat_weights.
                 setattr(copy, name, self.parameters[id(parameter)])
             for name, buffer in original._buffers.items():
                 if buffer is None or shares_buffers:

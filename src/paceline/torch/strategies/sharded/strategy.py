@@ -45,7 +45,7 @@ class Sharded(Strategy):
 
     Each process has 1/n of every parameter, of its gradient and of the optimizer's state. The parameters of a *unit* (a
     block of the model) are gathered before the unit's forward and again before its backward, and freed after each pass.
-    After a backward, each process receives its part of the averaged gradients. The result is that of ``all-reduce``.
+    After a backward, each process receives its part of the averaged gradients. The result is as under ``all-reduce``.
 
     - `units`: names of the modules that are units, with ``*`` for any one part of a name (``blocks.*``); default:
       ``paceline run --shard``, else :func:`~paceline.torch.strategies.sharded.units.choose_units`.
