@@ -25,8 +25,7 @@ class Refused(Exception):  # noqa: N818 - an answer, not an error
 
 
 class End:
-    """One end of a connection. Subclasses define the data. `changed` is called when data arrives and when the
-    connection ends."""
+    """One end of a connection; abstract. `changed` is called when data arrives and when the connection ends."""
 
     def __init__(self, network: VirtualNetwork, process: VirtualProcess, path: tuple[str, str]) -> None:
         self.network = network

@@ -1,5 +1,4 @@
-"""Run the programs of simulated nodes. A program waits for requests to servers, for an answer about a job, or for a
-time."""
+"""Run the programs of simulated nodes. A program waits for requests to servers, for job answers, or for a time."""
 
 from __future__ import annotations
 
