@@ -13,7 +13,7 @@ _MAX_TEXT: Final = 100_000
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
-    """The reason for the end of a group. The rank that detects it sends it to the other ranks."""
+    """The reason for the end of a group. The first rank that detects it sends this message to the other ranks."""
 
     kind: Literal["mismatch", "lost", "error"]
     message: str

@@ -120,7 +120,7 @@ class WarmParent:
                 os.chdir(request["folder"])
         tempfile.tempdir = None
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # Python seeds its own generator after a fork
+            sys.modules["numpy"].random.seed()  # Python itself seeds only its own generator after a fork
         gc.enable()
 
 

@@ -28,7 +28,7 @@ _TORCH_HOMES: Final = {
     "torch._tensor": ("torch", ""),
     "torch.functional": ("torch", ""),
 }
-"""For each internal module of PyTorch: the public module, and a prefix of names that the public names lack."""
+"""For each internal module of PyTorch: the public module, and the prefix that only the internal names have."""
 _OF_FILES_OR_MEMORY = frozenset(
     {
         "from_file",

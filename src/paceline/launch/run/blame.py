@@ -200,7 +200,7 @@ class Tracebacks:
         return self._held.pop(rank).lines
 
     def due(self) -> float | None:
-        """Return the earliest time limit of held lines, when :meth:`overdue` returns them; None without limits."""
+        """Return the time at which :meth:`overdue` will next return lines; None if no lines have a time limit."""
         if self._is_over:
             return None
         return min((held.until for held in self._held.values() if held.until is not None), default=None)

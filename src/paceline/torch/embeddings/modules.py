@@ -102,9 +102,9 @@ class Embedding(SparseRows):
     """Like ``torch.nn.Embedding``, but for arbitrary keys, without a vocabulary. The rows are in a sparse table.
 
     Called with int64 or uint64 keys of any shape ``[*]``, it returns float32 ``[*, dim]`` on its own device. A negative
-    int64 key is the same key as the uint64 with the same bits. A row is stored at its first update. Before, a lookup
-    returns the row's initial value from `initializer` (default: standard normal, as in torch), which depends only on
-    `seed` and the key.
+    int64 key is the same key as the uint64 with the same bits. A row is stored at its first update. Until then, a
+    lookup returns the row's initial value from `initializer` (default: standard normal, as in torch), which depends
+    only on `seed` and the key.
 
     `update` is the update rule of the rows, such as ``paceline.Adagrad(lr=0.1)``. The default is the rule of the
     program's optimizer, with the optimizer's current learning rate. A step updates only rows that were looked up, even

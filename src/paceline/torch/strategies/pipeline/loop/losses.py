@@ -1,4 +1,4 @@
-"""Compute a loss as a sum of one part per microbatch, which is exactly the loss of the whole batch.
+"""Compute a loss as a sum of parts, one per microbatch. The sum is exactly the loss of the whole batch.
 
 Each part is divided by the number of targets in the whole batch. This number depends on the targets alone. So
 microbatches of unequal size, ignored targets and class weights do not change the result.
