@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-_PROGRAM = """
+_PROGRAMS = {}
+_PROGRAMS["connect"] = """
+import os
+from paceline.collectives import init
+from paceline.environment import environment
+
+group, local_rank = init(), environment().local_rank
+state = group.all_reduce([group.rank + 1.0]).tolist()
+line = f"rank={group.rank} world={group.size} local={local_rank} state={state}\\n"
+os.write(1, line.encode())  # in one piece, because mpirun mixes the output of its ranks
+"""
+_PROGRAMS["train"] = """
 import os
 import torch
 import paceline.torch
@@ -24,7 +35,7 @@ with paceline.torch.strategy() as strategy:
         optimizer.step()
     state = [parameter.detach().tolist() for parameter in model.parameters()]
     line = f"rank={strategy.rank} world={strategy.world_size} local={strategy.local_rank} state={state}\\n"
-    os.write(1, line.encode())  # in one piece, because mpirun mixes the output of its ranks
+    os.write(1, line.encode())
 """
 
 
@@ -44,19 +55,22 @@ def variables() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("mpi", "launcher"),
+    ("mpi", "launcher", "name"),
     [
-        ("openmpi", "shell"),
-        ("mpich", "script"),
-        ("openmpi", "paceline run"),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("openmpi", "script"), ("mpich", "shell"))),
-        pytest.param("mpich", "paceline run", marks=pytest.mark.thorough),
+        ("openmpi", "script", "train"),
+        ("openmpi", "shell", "connect"),
+        ("openmpi", "paceline run", "connect"),
+        ("mpich", "script", "connect"),
+        ("mpich", "paceline run", "connect"),
+        pytest.param("mpich", "shell", "train", marks=pytest.mark.thorough),
     ],
 )
-def test_ranks_of_mpirun_train_one_model(variables: dict[str, str], tmp_path: Path, mpi: str, launcher: str) -> None:
+def test_ranks_of_mpirun_have_the_same_state(
+    variables: dict[str, str], tmp_path: Path, mpi: str, launcher: str, name: str
+) -> None:
     """mpirun starts the script, a shell that starts it, or one `paceline run` per rank, with two servers."""
     program = tmp_path / "train.py"
-    program.write_text(_PROGRAM)
+    program.write_text(_PROGRAMS[name])
     command = [sys.executable, str(program)]
     if launcher == "shell":
         command = ["sh", "-c", f"{sys.executable} {program}; exit $?"]
@@ -68,7 +82,7 @@ def test_ranks_of_mpirun_train_one_model(variables: dict[str, str], tmp_path: Pa
         env=variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
