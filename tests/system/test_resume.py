@@ -94,6 +94,7 @@ def test_a_script_with_fewer_epochs_than_its_snapshot(paceline: Commands, tmp_pa
         assert ("ended before epoch 1 of the snapshot" in finished.err) == (epochs == "1"), finished
 
 
+@pytest.mark.thorough
 def test_torchrun_restarts_all_workers_and_the_training_continues(paceline: Commands, tmp_path: Path) -> None:
     """Two agents: after the death of one rank, each agent starts its worker again."""
     (tmp_path / "script.py").write_text(_SCRIPT)
