@@ -312,7 +312,7 @@ OF_PROTOCOL: Final = (
         "stable-across-views",
         "buckets that were stable on a server count as stable when it becomes their primary",
         "protocol/client/session.py",
-        "        self.stable_clock = 0  # the former value was for the buckets of the former view\n",
+        "        self.stable_clock = 0  # the former value applies to the buckets of the former view\n",
         "",
         unit=_CLIENT,
     ),

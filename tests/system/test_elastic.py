@@ -385,7 +385,7 @@ def test_rank_0_is_killed_from_outside(elastic: Commands) -> None:
     ("options", "named"),
     [
         (["--min-ranks", "0"], "--min-ranks 0"),
-        (["--min-ranks", "3"], "--nproc-per-node 2"),
+        (["--min-ranks", "3"], "only 2 ranks"),
         (["--min-ranks", "1", "--strategy", "hybrid"], "--min-ranks 1"),
         (["--min-ranks", "1", "--nnodes", "2", "--master-addr", "127.0.0.1"], "--nnodes 2"),
         (["--min-ranks", "1", "--filters", "float16"], "--filters float16"),
