@@ -355,8 +355,7 @@ class Planner:
         missing = [server for server in wanted.members if server not in members]
         if not missing:
             return wanted
-        # Rule 3: until all wanted servers are members, the present members stay, and missing servers are filled one by
-        # one.
+        # Rule 3: until all wanted servers are members, all members stay, and missing servers are filled one by one.
         return Chain(members, filling if filling in missing else missing[0])
 
     def validate(self) -> None:

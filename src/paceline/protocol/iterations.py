@@ -67,8 +67,7 @@ class Takeover:
     def lead(self, version: int, buckets: int, workers: Collection[int]) -> None:
         """Record the buckets that this server leads in view `version`, and the workers of this view.
 
-        `workers` includes workers outside this server's gate, because such workers may have pushed to the former
-        primary.
+        `workers` includes workers outside this server's gate: they may have pushed to the former primary.
         """
         gained = buckets & ~self._led
         self._led = buckets
@@ -175,9 +174,8 @@ class Iterations:
             return False
         if self.durable >= clock:
             return True
-        # A chain with too few replicas stays short until a fill is reported (:meth:`may_report`). The report waits
-        # until the chain has the iterations below `_unretained_below`, so reads of these iterations must not wait for
-        # the report.
+        # A chain with too few replicas stays short until a fill is reported (:meth:`may_report`). The report waits for
+        # iterations below `_unretained_below`, so their reads must not wait for the report.
         return self._unretained_below is not None and clock < self._unretained_below and self._in_chain >= clock
 
     def may_report(self, buckets: int) -> bool:

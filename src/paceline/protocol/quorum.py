@@ -10,8 +10,7 @@ A *step* is one exchange between the ranks of a *quorum*, for example the all-re
    coordinator waits for the reports of all living members of the quorum.
 3. The step is committed if a member has committed it, or if all surviving members are prepared. Otherwise the members
    repeat the exchange, with the same inputs, in the next quorum. So all members commit a step, or none.
-4. Only the coordinator starts quorums. The numbers of quorums grow, and a rank accepts only a larger number than its
-   own.
+4. Only the coordinator starts quorums. The numbers of quorums grow, and a rank accepts only larger numbers.
 5. Newcomers enter between two steps: all members send reports, and the coordinator starts a quorum with the newcomers.
    A member that has the training's state sends the state to the newcomers.
 6. A member that is too slow leaves between two steps. It then computes alone, and later enters as a newcomer.

@@ -92,8 +92,7 @@ class Reachability:
         due = {server for pair, reported_s in at_odds.items() if reported_s >= self._patience_s for server in pair}
         if not due:
             return None
-        # Rule 2: the last server with a bucket is never expelled, because waiting for the network is better than data
-        # loss.
+        # Rule 2: the last server with a bucket is never expelled: waiting for the network is better than data loss.
         expendable = due - self._last_to_have(groups, time_s)
         if not expendable:
             return None

@@ -102,8 +102,7 @@ class Request:
         """Whether the answer to this request may have a body."""
         self.is_done = False
         self.is_reported = False
-        """Whether the caller has received the error of this request, or is waiting for the request.
-        """
+        """Whether the caller has received the error of this request, or is waiting for the request."""
         self.error: Exception | None = None
         self.flags = 0
         self.replacements: list[Request] | None = None

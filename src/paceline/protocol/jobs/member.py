@@ -26,8 +26,7 @@ class MemberLedger:
 
     Reports are stored until the next job, because the scheduler may die with reports that the poster has not received.
     If a worker has sent reports about a shard, a new scheduler waits until the worker has resent these reports. Only
-    then does this shard, or a later shard of the worker, count as finished. If the worker dies first, these shards are
-    read again.
+    then do this shard and the worker's later shards count as finished. If the worker dies first, they are read again.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 The core consists of the gate (:class:`~paceline.protocol.server.workers.Workers`), replication
 (:class:`~paceline.protocol.replication.Replication`) and iterations
-(:class:`~paceline.protocol.iterations.Iterations`). Each request is represented by a token; the core has no parameters
-or gradients.
+(:class:`~paceline.protocol.iterations.Iterations`). A token represents each request; the core has no parameters or
+gradients.
 
 A request is first timed (:meth:`ServerCore.time`), and postponed if it is early. A push gets a verdict
 (:meth:`ServerCore.push`) and is then accepted (:meth:`ServerCore.admit`). A read that does not have to wait
@@ -232,8 +232,7 @@ class ServerCore:
             fresh = iterations.missing(worker, sequence, iteration, counted)
             return Verdict(_BUFFER, worker, sequence, iteration, counted, fresh, takes_part)
         route = _CHAIN if place.successors or place.short else _ALONE
-        # A client may have split a call between servers by another view, so this part counts only for the buckets of
-        # its keys.
+        # A client may have split a call by another view, so this part counts only for the buckets of its keys.
         if route is _ALONE and worker < _CALLS:
             counted = primary
         fresh = self.replication.delivery.missing(worker, sequence, counted)

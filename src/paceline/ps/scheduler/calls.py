@@ -145,8 +145,7 @@ class SchedulerCalls:
             self._send_again(received)
 
     def _begin_on(self, channel: Channel) -> None:
-        # Hold the lock until the first message is sent, so that a Leave comes before all messages or after the first
-        # one.
+        # Hold the lock until the first message is sent, so that Leave comes before all messages or after the first.
         self.channel = channel
         if self.lost is not None:
             raise self.lost
