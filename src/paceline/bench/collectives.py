@@ -56,11 +56,11 @@ __all__ = [
 ]
 
 Absent: TypeAlias = dict[str, str]
-"""For each library that is not measured, the reason."""
+"""The reason why a library is not measured, for each such library."""
 _COPIES = 4
-"""Copies of an array on one rank: given, taken, expected, and a peer's buffer."""
+"""Arrays of a message's size on one rank: input, result, expected result, and a peer's buffer."""
 _PROCESS_BYTES = 64 << 20
-"""Minimal memory of a rank without arrays and other peers, used to reject too many ranks before the start."""
+"""Memory of a rank without arrays and other peers. With it, too many ranks are rejected before they start."""
 
 
 def choose_peers(wanted: list[str] | None) -> tuple[tuple[str, ...], Absent]:
@@ -85,9 +85,9 @@ def bench_collectives(
     show: Callable[[str], None] = lambda text: None,
     on_absent: Callable[[str, str], None] | None = None,
 ) -> Iterator[list[Measurement]]:
-    """Measure, and yield the figures of all peers for each size, Paceline first.
+    """Measure each size, and yield the figures of all peers. Paceline is the first.
 
-    `show` receives the current step, `on_absent` a peer that cannot be measured, with the reason.
+    `show` receives the current step. `on_absent` receives a peer that cannot be measured, and the reason.
 
     Raises UsageError (unknown algorithm, not enough memory for the sizes) or PeerError (a rank died, a wrong result).
     """

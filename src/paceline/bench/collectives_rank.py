@@ -30,7 +30,7 @@ from paceline.launch.supervisor import watch_parent
 from paceline.transport import register_type
 
 _BUDGET_S = 0.7
-"""Time for one size and peer, over all rounds."""
+"""Time for all rounds of one size and peer."""
 _MOST_REPETITIONS = 2000
 """Limit for one round."""
 _MOST_WARM_UPS = 50
@@ -38,10 +38,9 @@ _NUM_TRIED = 3
 
 
 def main() -> int:
-    """Run the plan in the first argument with the ranks at the address in the second; return the exit status.
+    """Run the plan (first argument) with the ranks at the address (second argument). Return the exit status.
 
-    The third argument is the folder of temporary files. The driver removes the folder at the end, unless the driver was
-    killed.
+    The third argument is the folder of temporary files. The driver removes it at the end, unless it is killed.
     """
     variables = environment()
     plan = msgspec.json.decode(sys.argv[1], type=register_type(BenchPlan))
@@ -51,10 +50,10 @@ def main() -> int:
     try:
         with init(address=sys.argv[2], timeout=TIMEOUT, algorithm=plan.algorithm) as group:
             _measure_all(plan, group)
-    except Exception as error:  # a library may raise any error; the command reports it in one sentence
+    except Exception as error:  # a library may raise any error, which the command reports in one sentence
         text = str(error) if isinstance(error, PacelineError) else f"rank {variables.rank}: {first_line(error)}"
         _report({"error": text, "usage": isinstance(error, UsageError)})
-        # Exit without a return: the measured libraries' clean-up would wait for ranks that are in other calls.
+        # Do not return, because the measured libraries' clean-up would wait for ranks that are in other calls.
         os._exit(1)
     return 0
 
@@ -89,7 +88,7 @@ def _join_peers(plan: BenchPlan, group: Group) -> list[Library]:
         peer, why = None, "another rank could not join"
         try:
             peer = MAKERS[name](group)
-        except Exception as error:  # report any reason, and measure the other peers
+        except Exception as error:  # report the error, and measure the other peers
             why = first_line(error)
         if group.all_reduce(np.array([peer is not None]), "min")[0]:
             assert peer is not None
@@ -132,7 +131,7 @@ def _check(
 
 
 def _choose_repetitions(call: Callable[[], object], group: Group) -> int:
-    """Return the number of calls per round; rank 0 decides."""
+    """Return the number of calls per round, which rank 0 chooses."""
     tried = _time_batch(call, _NUM_TRIED, group)
     wanted = int(_BUDGET_S / ROUNDS / float(np.median(tried)))
     return int(group.broadcast(np.array([min(max(wanted, 1), _MOST_REPETITIONS)], np.int64))[0])
@@ -152,7 +151,7 @@ def _time_batch(call: Callable[[], object], repetitions: int, group: Group) -> l
 
 
 def _algorithm(op: str, size: int, group: Group) -> str:
-    """Return the algorithm that the group chooses; the group's explanation marks the algorithm with a star."""
+    """Return the algorithm that the group chooses: the line with a star in the group's explanation."""
     if op == "barrier":
         return ""
     found = re.search(r"^\* (\S+)", group.explain(size, op), re.MULTILINE)

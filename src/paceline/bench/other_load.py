@@ -9,11 +9,11 @@ from typing import Final
 import psutil
 
 _IDLE: Final = ("idle", "iowait", "guest", "guest_nice")
-"""Not busy times. The guest times are left out because the user time includes them."""
+"""Not busy times. The guest times are left out, because the user time already includes them."""
 
 
 class OtherLoad:
-    """Measures from construction on. The time of a child process counts as this process's own once it is reaped."""
+    """Measures from its creation on. A child's time counts as this process's own after the child is reaped."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Provide the libraries for ``bench collectives`` with one interface; import them only if requested."""
+"""Provide the libraries for ``bench collectives`` with one interface. Only requested libraries are imported."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Gloo(Library):
 
 
 class MPI(Library):
-    """The MPI of the mpirun that started these ranks."""
+    """MPI, from the mpirun that started these ranks."""
 
     name = "mpi"
 

@@ -14,7 +14,7 @@ ITEM_BYTES: Final = {"float32": 4, "float64": 8, "int32": 4, "int64": 8}
 PACELINE: Final = "paceline"
 PEERS: Final = (PACELINE, "gloo", "mpi")
 ROUNDS: Final = 9
-"""In every round each peer runs one batch of repetitions."""
+"""In each round, every peer runs one batch of repetitions."""
 DEFAULT_SIZES: Final = "4,1K,16K,64K,256K,1M,4M,16M,100M"
 _CUT: Final = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -26,7 +26,7 @@ class BenchPlan:
     op: str = "all_reduce"
     ranks: int = 2
     sizes: tuple[int, ...]
-    """Bytes of the array; for all_gather of the gathered array, for reduce_scatter of the array to reduce."""
+    """Bytes of the array. For all_gather this is the gathered array, for reduce_scatter the array to reduce."""
     peers: tuple[str, ...] = PEERS
     algorithm: str | None = None
     """Paceline's algorithm; None: the tuner's choice."""
@@ -62,7 +62,7 @@ class Measurement:
 
     @property
     def gb_per_s(self) -> float:
-        """The algorithmic bandwidth: bytes of the array per time, regardless of the bytes moved."""
+        """The algorithmic bandwidth: bytes of the array per time, regardless of the bytes that are sent."""
         return self.bytes / self.median_us / 1e3
 
     @property
@@ -79,7 +79,7 @@ class Measurement:
 def plan_sizes(text: str | None, *, op: str, ranks: int, dtype: str) -> tuple[int, ...]:
     """Return the sizes in ``--sizes`` (or the default sizes), in bytes and without duplicates.
 
-    Each size is rounded up to whole items; for operations with one part per rank, to equal parts of whole items.
+    Each size is rounded up to whole items. If an operation has one part per rank, the parts are equal.
     """
     if op == "barrier":
         if text is not None:

@@ -1,4 +1,4 @@
-"""Show the step of a benchmark on standard error: one changing line on a terminal, else nothing."""
+"""Show the step of a benchmark on standard error: one changing line if this is a terminal, otherwise nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 class BenchProgress:
-    """The progress line, written on each update and not by a thread, because a thread would disturb the timing."""
+    """The progress line. Each update writes it; a thread would disturb the timing."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)

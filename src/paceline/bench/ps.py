@@ -1,9 +1,10 @@
-"""Measure pushes and pulls on this machine: one server process, one client process, a real sparse store.
+"""Measure pushes and pulls on this machine with one server process, one client process and a real sparse store.
 
-Every request uses a new random sample of the 10^7 keys in the store. The floor of each figure is a bare blocking echo
-of equal sizes between two processes, over the same kind of socket, in the same run. If possible, the client is pinned
-to one core and the server to another, because otherwise both may share a core for a whole run, which doubles the times.
-(The echo processes are not pinned: they sleep where Paceline's client and server spin, and are fastest on one core.)
+Every request uses a new random sample of the 10^7 keys in the store. The lower bound of each figure is measured in the
+same run: two processes send equal sizes over the same kind of socket and do nothing else. If possible, the client is
+pinned to one core and the server to another. Otherwise both may share a core for a whole run, which doubles the times.
+The two other processes are not pinned: they sleep while they wait, so they are fastest on one core. Paceline's client
+and server spin instead.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Result:
 
 
 class _Echo:
-    """An echo process with requests and answers of given sizes, which measures the floor."""
+    """A process that answers requests, with given sizes of requests and answers. It measures the lower bound."""
 
     def __init__(self) -> None:
         self._folder = TemporaryFolder.make("bench")
@@ -98,7 +99,7 @@ class _Echo:
 def bench_ps(
     *, rows: int = 10_000_000, update: str = "sgd", show: Callable[[str], None] = lambda text: None
 ) -> Iterator[Result]:
-    """Measure push, pull and push_pull at dim 1 (`update`: sgd or ftrl) and dim 16 (Adagrad); yield each result."""
+    """Measure push, pull and push_pull with dim 1 (`update`: sgd or ftrl) and dim 16 (Adagrad). Yield each result."""
     with LocalCluster.start(on_compile=show) as cluster, cluster.connect() as client:
         echo = _Echo()
         cores = usable_cores() if hasattr(os, "sched_setaffinity") else ()

@@ -23,15 +23,15 @@ from paceline.transport import make_token
 
 _END_S: Final = 5.0
 _NOTICE_S: Final = 0.3
-"""Time after a lost connection until the system reports the end of the process."""
+"""The system reports the end of a process within this time after its connection is lost."""
 _LAUNCHER_VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables to remove: Paceline may run under a launcher, whose ranks are unrelated."""
+"""Variables to remove. Paceline may run under a launcher, whose ranks have nothing to do with these ranks."""
 
 
 class BenchRanks(Closing):
-    """The ranks of a plan. Use as a context manager; at its end every process has ended.
+    """The ranks of a plan. Use it as a context manager: at its end, every process has ended.
 
-    If this process is killed, the ranks end at the end of their standard input.
+    If this process is killed, the ranks end too, because their standard input ends.
     """
 
     def __init__(self, *, mpirun: bool) -> None:
@@ -62,7 +62,7 @@ class BenchRanks(Closing):
             for rank in range(plan.ranks):
                 rank_variables = {"RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
                 self._supervisor.start(f"rank {rank}", partial(launch, command, rank_variables))
-        self._close_rank_ends()  # so that reading the pipes ends when the last rank ends
+        self._close_rank_ends()  # so that reading ends when the last rank ends
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the ranks' reports. Raises UsageError or PeerError if they fail."""
@@ -83,7 +83,7 @@ class BenchRanks(Closing):
 
     def close(self) -> None:
         """End every process. Idempotent."""
-        # mpirun cleans up its ranks; directly started ranks have nothing to clean up.
+        # mpirun must clean up its ranks. Directly started ranks can be killed, because they have nothing to clean up.
         end_signal = None if self._done else signal.SIGTERM if self._mpirun else signal.SIGKILL
         self._supervisor.close(_END_S, end_signal)
         if not self._err.closed:
@@ -101,7 +101,7 @@ class BenchRanks(Closing):
         self._line = self._stdout = -1
 
     def _killed(self) -> str:
-        """Return a message if a directly started rank was killed, because this explains the other ranks' errors."""
+        """Return a message if a directly started rank was killed. This explains the errors of the other ranks."""
         deadline = time.monotonic() + _NOTICE_S
         while not self._mpirun and time.monotonic() < deadline:
             for name, status in self._supervisor.ended():

@@ -11,13 +11,13 @@ _PEER_NAMES = {"gloo": "Gloo", "mpi": "Open MPI"}
 
 
 def format_header(peers: Sequence[str]) -> str:
-    """Return the header line; `peers` are the libraries other than Paceline."""
+    """Return the header line. `peers` are the libraries other than Paceline."""
     paceline = f"{'size':>8} {'paceline µs':>12} {'±':>4} {'GB/s':>6}  {'algorithm':10}"
     return (paceline + "".join(f" {f'{peer} µs':>11} {'±':>4} {'ratio':>6}" for peer in peers)).rstrip()
 
 
 def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
-    """Return the table's line for one message size. A library without a measurement gets dashes."""
+    """Return the table's line for one message size. Dashes stand for a library without a measurement."""
     found = {result.peer: result for result in measured}
     paceline = found[PACELINE]
     bandwidth = f"{paceline.gb_per_s:6.2f}" if paceline.bytes else f"{'-':>6}"
@@ -33,7 +33,7 @@ def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
 
 
 def format_footer(plan: BenchPlan, other_share: float) -> str:
-    """Return the description of the measurement; `other_share` is the share of core time of other processes."""
+    """Return the description of the measurement. `other_share` is other processes' share of the core time."""
     operation = plan.op if plan.op == "barrier" else f"{plan.op} of {plan.dtype}"
     if plan.op == "all_reduce":
         operation += ", in place"

@@ -1,4 +1,4 @@
-"""Convert arrays, sparse matrices and rows of pairs to batches, with a column's number as its key."""
+"""Convert arrays, sparse matrices and rows of pairs to batches. The number of a column is its key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class ArrayReader:
-    """Checks and converts data. `key_range` has the smallest and largest key of the model; None before training."""
+    """Checks and converts arrays. `key_range` has the model's smallest and largest key; None before training."""
 
     def __init__(self, key_range: tuple[int, int] | None) -> None:
         self._key_range = key_range
@@ -71,7 +71,7 @@ class ArrayReader:
             )
 
     def row_batches(self, rows: Sequence[Mapping[Any, Any]]) -> Iterator[Batch]:
-        """Yield rows that are dicts of values by key. A key may be text, because JSON has only text keys."""
+        """Yield the rows of dicts that map keys to values. A key may be text, because JSON has only text keys."""
         indptr = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         keys: list[Any] = [*chain.from_iterable(rows)]
         values: list[Any] = [*chain.from_iterable(row.values() for row in rows)]
@@ -103,7 +103,7 @@ def _number(value: Any, key: Any, row: int) -> float:
 def _batch(
     indptr: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64], values: npt.NDArray[Any], first_row: int
 ) -> Batch:
-    """Return a batch with all labels 0, without missing values (NaN). Raises UsageError for values beyond float32."""
+    """Return a batch without missing values (NaN). All labels are 0. Raises UsageError for values beyond float32."""
     if values.dtype.kind == "f" and (missing := np.isnan(values)).any():
         indptr = indptr - np.append(0, np.cumsum(missing))[indptr]
         keys, values = keys[~missing], values[~missing]

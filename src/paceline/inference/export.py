@@ -28,14 +28,15 @@ FORMATS: Final = ("npz", "text", "onnx")
 
 
 def export_model(directory: str | os.PathLike[str], file: Path, format: str | None = None) -> int:
-    """Write a model's nonzero weights to a file; return the number of features with a weight, or of network weights.
+    """Write a model's nonzero weights to a file. Return the number of features with a weight (onnx: of weights).
 
     - ``npz``: arrays `keys` (uint64 [n]), `values` (float32 [n, dim]) and `bias` (float32 [dim]) per table, with the
-      prefix ``TABLE.``. Models with scaled values add `scaling.keys`, `scaling.means`, `scaling.scales` and
-      `scaling.other_scale` (:class:`paceline.data.key_scaling.KeyScaling`). Logarithms and bins add `scaling.units`,
-      `scaling.filled`, `scaling.edges`, `scaling.edge_keys` (the key of each edge) and `scaling.bin_keys` (per key,
-      one more than edges).
-    - ``text``: a line ``KEY:WEIGHT`` per feature and ``Constant:WEIGHT`` for the bias; only for one number per feature.
+      prefix ``TABLE.``. If the model scales values, the file also has `scaling.keys`, `scaling.means`, `scaling.scales`
+      and `scaling.other_scale` (:class:`paceline.data.key_scaling.KeyScaling`). If it uses logarithms or bins, the file
+      also has `scaling.units`, `scaling.filled`, `scaling.edges`, `scaling.edge_keys` (the key of each edge) and
+      `scaling.bin_keys` (for each key, one more than its edges).
+    - ``text``: a line ``Constant:WEIGHT`` for the bias and a line ``KEY:WEIGHT`` per feature, for models with one
+    number per feature.
     - ``onnx``: the network of a deep model.
 
     If `format` is None, the file's suffix determines it. Raises UsageError if the model does not fit the format.
@@ -88,7 +89,7 @@ def _export_network(stored: StoredModel, file: Path) -> int:
 
 
 def _describe_margin(model: DeepModel, first: Weights) -> dict[str, str]:
-    """Return the metadata of an ONNX file, which explains the computation of predictions from the network's output."""
+    """Return an ONNX file's metadata, which explains how to compute predictions from the network's output."""
     assert model.layout is not None
     return {
         "paceline.model": model.name,
@@ -103,7 +104,7 @@ def _describe_margin(model: DeepModel, first: Weights) -> dict[str, str]:
 
 
 def _scaling_arrays(stored: StoredModel) -> dict[str, npt.NDArray[Any]]:
-    """Return the scaling of values as arrays; no arrays if the weights apply to unscaled values."""
+    """Return the scaling of values as arrays. There are none if the weights apply to unscaled values."""
     scaling = read_key_scaling(stored.described)
     if scaling is None or (scaling.is_linear and stored.described.get("kind") in LINEAR_MODELS):
         return {}
@@ -123,7 +124,7 @@ def _read_settings(stored: StoredModel) -> SparseModel | None:
 
 
 def _add_initial_factors(stored: StoredModel, weights: dict[str, Weights]) -> None:
-    """Add the initial factors of frequent features that have had no gradient, because predictions use these factors."""
+    """Add the factors of frequent features without a gradient: their initial values, which predictions use."""
     model = _read_settings(stored)
     if not isinstance(model, FactorModel):
         return
@@ -145,7 +146,7 @@ def _nonzero(weights: Weights) -> Weights:
 
 
 def _as_text(weights: Weights) -> str:
-    """Return lines for ``Constant`` and the keys with their weights; nine digits determine a float32."""
+    """Return the lines for the bias and the keys. Nine digits of a weight determine its float32."""
     lines = [f"Constant:{weights.bias[0]:.9g}"]
     lines += [
         f"{key}:{value:.9g}" for key, value in zip(weights.keys.tolist(), weights.values[:, 0].tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Convert frames, dicts of columns and rows by name to batches, with the same hashes as the readers of files.
+"""Convert frames, dicts of columns, and rows as dicts to batches. The keys are the same as for files.
 
 A frame has `columns` and returns a column by name. Examples are pandas, polars and a plain dict. This module imports
 neither pandas nor polars.
@@ -30,18 +30,18 @@ from paceline.kernels.text.codes import REASONS
 _ROWS = 32768
 _LOOKED_AT = 256
 _TEXT, _FLOATS = {str, type(None)}, {float, type(None)}
-_PADDING = 64  # the parser may load eight bytes beyond the end
+_PADDING = 64  # the parser may read eight bytes beyond the end
 
 IsKnown = Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.bool_]]
 
 
 def is_frame(X: Any) -> bool:
-    """Return whether `X` has columns by name: a DataFrame of pandas or polars, or an Arrow table."""
+    """Return whether `X` has named columns: a DataFrame of pandas or polars, or an Arrow table."""
     return hasattr(X, "columns") and hasattr(X, "__getitem__") and hasattr(X, "__len__")
 
 
 def names_of(frame: Any) -> list[Any]:
-    """Return the names of the columns of a frame or a dict of columns. Raises UsageError for a repeated name."""
+    """Return the columns' names of a frame or a dict of columns. Raises UsageError if a name is repeated."""
     names = getattr(frame, "column_names", None) or (frame if isinstance(frame, Mapping) else frame.columns)
     double = find_double(names)
     if double is not None:
@@ -54,11 +54,11 @@ def list_names(names: Sequence[Any], most: int = 5) -> str:
 
 
 class FrameReader(ABC):
-    """Converts frames, whose columns have names, to batches."""
+    """Converts frames to batches."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._cells = itemgetter(*names, names[0])  # two names or more, because one name returns no tuple
+        self._cells = itemgetter(*names, names[0])  # two names or more, because itemgetter returns no tuple for one
 
     def batches(self, frame: Any) -> Iterator[Batch]:
         """Yield the rows of a frame or a dict of columns. Raises UsageError for a missing column."""
@@ -78,7 +78,7 @@ class FrameReader(ABC):
         return self._batches(columns)
 
     def row_batches(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:
-        """Yield rows that are dicts by column name. Raises UsageError for a row that lacks one of the columns."""
+        """Yield rows given as dicts by column name. Raises UsageError if a row lacks one of the columns."""
         try:
             columns = list(zip(*map(self._cells, rows), strict=True))[:-1]
             return self._batches(dict(zip(self._names, columns, strict=True)))
@@ -96,13 +96,13 @@ class FrameReader(ABC):
 class ColumnReader(FrameReader):
     """Reads frames for a model trained on a CSV (`from_text`) or Parquet file.
 
-    `is_known` returns the keys for which the model has rows; None during training. Only text and whole numbers have a
-    unique spelling as a category, so a model of CSV data rejects other types. It also rejects booleans in a numeric
-    column, because they are malformed in a CSV file. In a Parquet file, booleans are 0 and 1.
+    `is_known` returns which keys the model has; it is None during training. A category in a CSV file is a text. Only
+    text and whole numbers have a unique text, so a model of CSV data rejects categories of other types. It also rejects
+    booleans in a numeric column, because they are malformed in a CSV file. In a Parquet file, booleans are 0 and 1.
     """
 
     def __init__(self, columns: Columns, *, from_text: bool, is_known: IsKnown | None) -> None:
-        self._columns = columns = replace(columns.unweighted, classes=())  # frames are read without labels
+        self._columns = columns = replace(columns.unweighted, classes=())  # labels of frames are not read
         super().__init__(columns.names[1:])
         self._from_text = from_text
         self._is_known = is_known
@@ -128,7 +128,7 @@ class ColumnReader(FrameReader):
         arrow, types = self._arrow, self._arrow.types
         kinds = {*map(type, column)} if type(column) is tuple else {object}
         try:
-            if kinds <= _TEXT:  # a shortcut, which is faster for a few rows
+            if kinds <= _TEXT:  # faster for a few rows
                 return arrow.array(column, arrow.string())
             if kinds <= _FLOATS and name in self._columns.numeric:
                 return arrow.array(column, arrow.float64())
@@ -165,14 +165,14 @@ class ColumnReader(FrameReader):
         return array.cast(arrow.float64()) if types.is_null(found) else array
 
     def _holds_integers(self, array: Any, type: Any) -> bool:
-        """Return whether all floats are integers. Pandas stores whole numbers with missing values as floats."""
+        """Return whether all floats are integers, as pandas stores whole numbers if some are missing."""
         if not self._arrow.types.is_floating(type):
             return False
         values = array.dictionary if self._arrow.types.is_dictionary(array.type) else array
         return bool(are_integers(values.drop_null().cast(self._arrow.float64()).to_numpy()).all())
 
     def _warn_unknown(self, rows: Any) -> None:
-        """Warn about columns whose first values are all unknown, probably because their text has another form."""
+        """Warn about columns whose first values are all unknown, probably because they are written in another form."""
         if self._is_known is None or rows.num_rows < _LOOKED_AT:
             return
         for name in self._columns.categorical:
@@ -189,7 +189,7 @@ class ColumnReader(FrameReader):
 
 @final
 class CriteoReader(FrameReader):
-    """Reads frames for a model of Criteo's format: converts columns I1 to I13 and C1 to C26 to lines."""
+    """Reads frames for a model of Criteo's format. Columns I1 to I13 and C1 to C26 are converted to lines."""
 
     def __init__(self) -> None:
         super().__init__(CRITEO_NAMES)
@@ -211,7 +211,7 @@ class CriteoReader(FrameReader):
 
 @final
 class JsonReader(FrameReader):
-    """Reads frames for a model of JSON lines; rows are objects with any fields."""
+    """Reads frames for a model of JSON lines. Each row is an object with any fields."""
 
     def __init__(self, columns: Columns) -> None:
         super().__init__([columns.label])
@@ -238,7 +238,7 @@ class JsonReader(FrameReader):
 
 
 def _parse_lines(parse: Parse, lines: str, first_row: int) -> Iterator[Batch]:
-    """Yield the rows of lines. Raises UsageError for an invalid row; `first_row` is the number of the first line."""
+    """Yield the rows of lines. `first_row` is the number of the first line. Raises UsageError for an invalid row."""
     text = lines.encode()
     buffer = np.zeros(len(text) + _PADDING, np.uint8)
     buffer[: len(text)] = np.frombuffer(text, np.uint8)
@@ -254,7 +254,7 @@ def _parse_lines(parse: Parse, lines: str, first_row: int) -> Iterator[Batch]:
 
 
 def _describe_kinds(name: str, column: Any) -> str | None:
-    """Return a message with the first values of two types in a column; None if all values have one type."""
+    """Return a message with the first values of two types in a column; None if all values have the same type."""
     first: dict[str, str] = {}
     for row, value in enumerate(column):
         if value is not None:
@@ -276,7 +276,7 @@ def _cell(name: str, value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)) or type(value).__name__ == "NAType":
         return ""
     if isinstance(value, float | np.floating) and float(value).is_integer():
-        value = int(value)  # whole numbers with missing values become floats
+        value = int(value)  # pandas stores whole numbers as floats if some are missing
     if isinstance(value, int | np.integer) and name.startswith("C"):
         raise UsageError(f"column {name!r} holds the number {value}: expected the text in the file")
     return str(value)

@@ -1,4 +1,4 @@
-"""Summarize a saved model: its features, norms and largest weights; compare two models, or predictions and labels."""
+"""Summarize a saved model, compare two models, and compare predictions with labels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BINS = 21
 
 @dataclass(frozen=True)
 class Histogram:
-    """The number of values between each two successive edges."""
+    """The number of values in each interval between successive edges."""
 
     edges: list[float]
     counts: list[int]
@@ -36,7 +36,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class LargeWeight:
-    """A feature with a large weight; `weight` is a list if the feature has several weights."""
+    """A feature with a large weight. `weight` is a list if the feature has several weights."""
 
     key: int
     name: str | None
@@ -67,7 +67,7 @@ class ModelSummary:
     directory: str
     kind: str
     finished: bool
-    """False for an interrupted training or a snapshot."""
+    """False if the training was interrupted, or if the model is in a snapshot."""
     paceline: str
     """The version of Paceline that wrote the model."""
     description: dict[str, Any]
@@ -90,7 +90,7 @@ class ModelDifference:
 
 @dataclass(frozen=True)
 class TableDifference:
-    """The differences between two tables; a missing feature counts as 0."""
+    """The differences between two tables. The values of a missing feature count as 0."""
 
     name: str
     l2_norms: tuple[float, float]
@@ -98,11 +98,11 @@ class TableDifference:
     cosine: float | None
     """The cosine of the angle between the tables; None if one table is zero."""
     only_in: tuple[int, int]
-    """Numbers of features with a nonzero weight only in the first and only in the second model."""
+    """How many features have a nonzero weight only in the first model, and how many only in the second."""
     changed: int
     """Number of features with different weights."""
     largest_changes: list[tuple[int, float | list[float], float | list[float]]]
-    """Key, weight in the first model, weight in the second."""
+    """The key, the weight in the first model and the weight in the second."""
 
 
 def inspect_model(
@@ -123,7 +123,7 @@ def inspect_model(
 
 
 def name_weights(summary: ModelSummary, files: Sequence[str], format: str, columns: Columns | None) -> ModelSummary:
-    """Return the summary with names for its largest weights, from features in the data files."""
+    """Return the summary with the names, from the data files, of the features with the largest weights."""
     keys = [weight.key for table in summary.tables for weight in table.largest_weights]
     interactions = Interactions.of(summary.description.get("interactions"))
     scaling = read_key_scaling(read_stored_model(summary.directory).described)
@@ -235,12 +235,12 @@ class CalibrationGroup:
     predicted: float
     """The mean prediction."""
     observed: float
-    """The mean label; for clicks this is the fraction of clicks."""
+    """The mean label. For clicks, this is the fraction of clicks."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Groups of examples by prediction, of equal size, and the metrics of all examples. The model has one output."""
+    """Equal groups of examples, ordered by prediction, and the metrics of all examples. The model has one output."""
 
     groups: list[CalibrationGroup]
     metrics: Evaluation

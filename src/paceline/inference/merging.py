@@ -19,7 +19,7 @@ from paceline.tables.settings import from_fields
 from paceline.tables.types import Doubles, Floats, Keys
 
 _NEUTRAL = {"offset": 0.0, "center": 0.0, "scale": 1.0, "mean": 1.0}
-"""Neutral values of constants that a model adds to or multiplies with its margins; merged weights include them."""
+"""Constants of models, with the values that have no effect. The merged weights contain the constants' effect."""
 _PER_MODEL = ("finished", "scaling", *_NEUTRAL)
 
 
@@ -30,7 +30,7 @@ def merge_models(
 
     `shares` weights the models, for example by their numbers of examples; None weights them equally. A feature that is
     missing in a model counts as 0 (parameter averaging: McDonald, Hall, Mann, NAACL 2010). FTRL's sums of squares are
-    added, so that a training that continues from the mean (``--init-from``) has the learning rates of all the data.
+    added: a training that continues from the mean (``--init-from``) has the same learning rates as after all the data.
     Raises UsageError for models that cannot be averaged.
     """
     if len(directories) < 2:
@@ -104,7 +104,7 @@ def _add_squares(model: StoredModel, keys: Keys, squares: Doubles) -> None:
 
 
 def _records(mean: Doubles, squares: Doubles, rule: FTRL) -> Floats:
-    """Return FTRL's records: the weights, the sum z (computed from the weights) and the sum of squares n."""
+    """Return FTRL's records: the weights, the sums z (computed from the weights) and the sums of squares n."""
     z = -(np.sign(mean) * rule.l1 + mean * ((rule.beta + np.sqrt(squares)) / rule.alpha + rule.l2))
     records: Floats = np.hstack([mean, z, squares]).astype(np.float32)
     return records

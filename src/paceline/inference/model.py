@@ -84,12 +84,12 @@ class LoadedModel:
         - the path of a data file, or a list of paths;
         - for a model of CSV, Parquet or Criteo data, a DataFrame of pandas or polars, or a dict of columns;
         - for a model of LIBSVM data, a NumPy array or SciPy sparse matrix [n, columns]: a column's number is its key;
-        - a list of rows, each a dict by column name or by key.
+        - a list of rows, each a dict of values by column name or by key.
 
         Additional columns in frames and dicts, such as a label, are ignored.
 
-        Raises UsageError for data that does not fit the model. Malformed lines in files raise DataError; if `strict` is
-        False, they are skipped and get no prediction.
+        Raises UsageError for data that does not fit the model. Malformed lines in files raise DataError. If `strict` is
+        False, they are skipped and have no prediction.
         """
         predicted = [self._predictor.predict_batch(batch) for batch in self._batches(X, strict)]
         found = np.concatenate(predicted) if predicted else np.empty(0, np.float32)
@@ -110,7 +110,7 @@ class LoadedModel:
         return weights_of_data(found, {**predictor.model.describe(), "scaling": scaling})
 
     def _batches(self, X: Any, strict: bool) -> Iterator[Batch]:
-        if type(X) is list and X and all(type(row) is dict for row in X):  # a shortcut for the most common form of rows
+        if type(X) is list and X and all(type(row) is dict for row in X):  # the most common form of rows, checked first
             return self._row_batches(X)
         if isinstance(X, str | os.PathLike):
             return self._file_batches([X], strict)
@@ -172,7 +172,7 @@ class LoadedModel:
         return (int(min(low for low, _ in ends)), int(max(high for _, high in ends))) if ends else None
 
     def _keys(self) -> Iterator[Keys]:
-        """Yield the keys of features in data files; numbers with bins have one key, not one per bin."""
+        """Yield the keys of features as in data files. A number with bins has one key, not one for each bin."""
         scaling = self._predictor.scaling
         bins = np.empty(0, np.uint64) if scaling is None else scaling.bin_keys
         for keys, _ in self._predictor.stores[0].items():

@@ -1,4 +1,4 @@
-"""Write the summary of a model as text for a terminal, as one HTML page with plots, and as plots in a PNG file."""
+"""Write a model's summary as text for a terminal, as one HTML page with plots, and as a PNG file of plots."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ _INCHES, _DOTS_PER_INCH = 4.0, 120
 
 
 def write_png(file: Path, summary: ModelSummary, calibration: Calibration | None) -> None:
-    """Draw histograms of the tables and the calibration, if given. Raises UsageError without Matplotlib, ModelError."""
+    """Draw the tables' histograms, and the calibration if given. Raises ModelError, UsageError without Matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

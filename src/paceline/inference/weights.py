@@ -19,9 +19,9 @@ LINEAR_MODELS = ("lr", "regression", "poisson", "softmax")
 class Weights(NamedTuple):
     """A table's values by feature, and its bias.
 
-    In linear models of libsvm data, the weights apply to unscaled values, unless the scaling has logarithms or bins.
-    Constants that a model adds to all margins are part of the first table's bias. In other models, the weights apply to
-    scaled values, with one key per bin.
+    The weights of linear models apply to unscaled values, unless the scaling has logarithms or bins. All other weights
+    apply to scaled values, and each bin has a key. The first table's bias includes the constants that a model adds to
+    all margins.
     """
 
     keys: Keys
@@ -39,7 +39,7 @@ def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
 
 
 def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
-    """Return a first table's weights for unscaled values; the bias includes the manifest's constant terms."""
+    """Return a first table's weights for unscaled values. The bias includes the constants in the manifest."""
     scaling = read_key_scaling(described) if described.get("kind") in LINEAR_MODELS else None
     weights = unscaled_weights(weights, scaling, described.get("offset", 0.0))
     if described.get("kind") == "regression":  # a regression learns (label - center) / scale
@@ -63,7 +63,7 @@ def unscaled_weights(weights: Weights, scaling: KeyScaling | None, offset: float
 
 
 def join_weights(pieces: Iterable[tuple[Keys, Floats]], dim: int) -> Weights:
-    """Return weights from pieces of keys and records; a record starts with the `dim` values."""
+    """Return weights from pieces of keys and records. The first `dim` numbers of a record are its values."""
     parts = [(keys, records[:, :dim]) for keys, records in pieces]
     keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in parts)])
     return split_bias(keys, np.concatenate([np.empty((0, dim), np.float32), *(values for _, values in parts)]))

@@ -28,7 +28,7 @@ def csr_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def csr_transposed_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-def]
-    """Write the transposed matrix times `vector` (float32 [n]) to `out` (float32 [columns]); see :func:`csr_dot`."""
+    """Write the transposed matrix times `vector` (float32 [n]) to `out` (float32 [columns]). See :func:`csr_dot`."""
     out[:] = np.float32(0)
     ones = len(values) == 0
     for i in range(len(vector)):
@@ -76,7 +76,7 @@ def add_interactions(indptr, indices, values, factors, sums, margins):  # type: 
 
     The interactions of a row are ½ Σ_f ((Σ_k v_kf x_k)² − Σ_k (v_kf x_k)²), where x_k are the row's values, and v_kf
     the `factors` (float32 [columns, dim]). `indptr`, `indices` and `values` are the CSR matrix; see :func:`csr_dot`.
-    The inner sums Σ_k v_kf x_k are written to `sums` (float32 [n, dim]).
+    The kernel also writes the inner sums Σ_k v_kf x_k to `sums` (float32 [n, dim]).
     """
     ones, dim = len(values) == 0, factors.shape[1]
     for i in range(len(margins)):
@@ -98,7 +98,7 @@ def add_interactions(indptr, indices, values, factors, sums, margins):  # type: 
 
 @njit(cache=True, nogil=True)
 def interaction_gradients(indptr, indices, values, factors, sums, residuals, out):  # type: ignore[no-untyped-def]
-    """Write the gradient of the loss by `factors` to `out` (float32 [columns, dim]): Σ_i r_i x_k (sums_if − v_kf x_k).
+    """Write the loss's gradient by `factors`, Σ_i r_i x_k (sums_if − v_kf x_k), to `out` (float32 [columns, dim]).
 
     `residuals` r (float32 [n]) are the derivatives of the loss by the margins. :func:`add_interactions` describes the
     other arguments.

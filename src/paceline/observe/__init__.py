@@ -1,7 +1,6 @@
-"""Show the progress of a training: progress line, rates.
+"""Show the progress of a training, with its rates.
 
-Only this package uses rich. It imports hardly any other part of Paceline, so callers pass a :class:`ProgressSnapshot`
-from time to time.
+Only this package uses rich. It is independent of the training: callers regularly pass a :class:`ProgressSnapshot`.
 """
 
 from paceline.observe.passes_plot import draw_passes

@@ -1,4 +1,4 @@
-"""Plot a solver's passes: distance of the objective from its minimum, and share of active columns."""
+"""Plot a solver's passes: the distance of the objective from its minimum, and the share of active columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ACTIVE: Final = "#c0504d"
 
 
 def draw_passes(objectives: Sequence[float], active: Sequence[float]) -> str:
-    """Return an SVG with the relative distance of the objective from its minimum, and the active columns, by pass.
+    """Return an SVG with the objective's relative distance from its minimum, and the active columns, by pass.
 
     The left axis shows the distance on a logarithmic scale, the right axis the share of active columns, from 0 to 1.
     Passes at the minimum have no point.

@@ -1,4 +1,4 @@
-"""Show the progress of training: live on a terminal, else as plain lines at intervals."""
+"""Show the progress of a training: as a live line on a terminal, otherwise as plain lines at intervals."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class ProgressSnapshot:
     """State of a training at one moment."""
 
     examples: int
-    """Examples of this phase processed by all workers."""
+    """The number of examples that all workers have processed in this phase."""
     examples_per_s: float
     done_fraction: float | None = None
     """From 0 to 1; None while it is unknown."""
     loss: float | None = None
-    """Running mean over the latest examples; each loss is measured before training on the example."""
+    """Running mean over the latest examples. Each loss is measured before training on the example."""
     loss_name: str = "log loss"
     staleness_mean: float | None = None
     """Mean staleness in pushes, as counted by the servers."""
@@ -50,21 +50,21 @@ class ProgressSnapshot:
 
 
 class RateMeter:
-    """Rate over the last few seconds, from about fifty samples of an increasing count; the caller passes the time."""
+    """Rate of an increasing count over the last few seconds, from about fifty samples. The caller passes the time."""
 
     def __init__(self, window: timedelta = timedelta(seconds=5)) -> None:
         self._window_s = window.total_seconds()
         self.samples: deque[tuple[float, float]] = deque()
 
     def add(self, time_s: float, count: float) -> None:
-        """Add a sample. A count below the last one, as after a restart, resets the meter."""
+        """Add a sample. If the count is below the last one, as after a restart, the meter starts again."""
         samples = self.samples
         if samples and (count < samples[-1][1] or time_s < samples[-1][0]):
             samples.clear()
         if len(samples) > 1 and time_s - samples[-2][0] < self._window_s / _SAMPLES_A_WINDOW:
             samples.pop()
         samples.append((time_s, count))
-        # Keep one sample older than the window, because a rate over less than the window would be unsteady.
+        # Keep one sample that is older than the window, because a rate over less than the window would be unsteady.
         while len(samples) > 2 and samples[1][0] <= time_s - self._window_s:
             samples.popleft()
 
@@ -81,8 +81,8 @@ class TrainingProgress(Closing):
     """Shows snapshots of training during its ``with`` block. Thread-safe.
 
     On a terminal one line is redrawn in place, truncated to the width. Otherwise (a file, a pipe, a dumb terminal) a
-    plain line is printed every `plain_every`, so short trainings print no line. If `enabled` is False, nothing is
-    printed. The cursor is always restored.
+    plain line is printed at intervals of `plain_every`, so a short training prints no line. If `enabled` is False,
+    nothing is printed. The cursor is always restored.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class TrainingProgress(Closing):
             self._live.stop()
 
     def update(self, snapshot: ProgressSnapshot) -> None:
-        """Show a snapshot. Frequent calls are cheap."""
+        """Show a snapshot. It may be called frequently, because it costs little time."""
         with self._lock:
             self._snapshot = snapshot
             if not self._enabled or self._live is not None:

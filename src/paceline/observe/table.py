@@ -9,7 +9,7 @@ _NONE = "-"
 
 
 def format_rate(per_s: float, unit: str = "") -> str:
-    """Return a rate in three digits: ``312k/s``, ``4.07/s``; `unit` precedes the slash."""
+    """Return a rate in three digits: ``312k/s``, ``4.07/s``. `unit` is placed before the slash."""
     number, prefix = _three_digits(per_s, is_count=False)
     return f"{number}{prefix}{unit}/s"
 
@@ -33,7 +33,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _three_digits(value: float, is_count: bool) -> tuple[str, str]:
-    """Return the number and its prefix; a count without a prefix has no fraction."""
+    """Return the number with its prefix. A count without a prefix has no decimals."""
     if not math.isfinite(value):
         return (_NONE if math.isnan(value) else f"{value}"), ""
     size = abs(value)

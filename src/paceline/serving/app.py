@@ -1,4 +1,4 @@
-"""The HTTP application: rows to predictions of the newest model, as JSON; metrics of requests."""
+"""The HTTP application: it predicts rows in JSON with the newest model, and reports metrics of requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _logger = logging.getLogger("paceline.serving")
 
 
 class ModelSource:
-    """The newest model in a directory, which contains a saved model or snapshots. A training may replace the model."""
+    """The newest model in a directory of a saved model or of snapshots. A training may replace the model."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Load the model. Raises ModelError if there is none."""
@@ -58,10 +58,10 @@ class ModelSource:
             if version in (self.version, self._failed):
                 self._last_error = None
                 return
-            self._failed = version  # reset when the load succeeds
+            self._failed = version  # None again after a successful load
             model = load(self._directory)
-        except Exception as error:  # the model is damaged or is just being replaced, or memory is short
-            if str(error) != self._last_error:  # log once while a directory is missing
+        except Exception as error:  # the model is damaged, a training is replacing it, or memory is short
+            if str(error) != self._last_error:  # do not repeat the same error, such as a missing directory
                 self.failures += 1
                 self._last_error = str(error)
                 _logger.warning("cannot load a newer model, so the old one is still served: %s", error)
@@ -107,7 +107,7 @@ class RequestMetrics:
 
 
 class PredictionService:
-    """Answers requests with a source's newest model; checks for a newer model every `poll_s` seconds."""
+    """Answers requests with a source's newest model. Checks for a newer model every `poll_s` seconds."""
 
     def __init__(self, source: ModelSource, poll_s: float) -> None:
         self._source = source
@@ -145,7 +145,7 @@ class PredictionService:
             response = _refuse(500, error)
         except PacelineError as error:
             response = _refuse(400, error)
-        except asyncio.CancelledError:  # the server's grace period is over
+        except asyncio.CancelledError:  # the time for finishing requests is over
             response = _refuse(503, UsageError("the server is shutting down. Retry with another server"))
         self._metrics.add(response.status_code, rows, time.perf_counter() - start)
         return response

@@ -1,4 +1,4 @@
-"""Run the HTTP server, as one process on one port, until a signal arrives."""
+"""Run the HTTP server, one process on one port, until a signal arrives."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def serve(
     poll_s: float = 1.0,
     on_ready: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve a model until SIGINT, SIGTERM or SIGHUP; answer all requests, then re-raise the signal.
+    """Serve a model until SIGINT, SIGTERM or SIGHUP. Then answer the remaining requests and re-raise the signal.
 
-    Port 0 means any free port; `on_ready` receives the address. Raises ModelError without a model, AddressError if
-    the port is not available, UsageError if the extra is not installed.
+    Port 0 means any free port. `on_ready` receives the address. Raises ModelError if there is no model, AddressError if
+    the port is not available, and UsageError if the extra is not installed.
     """
     try:
         import uvicorn
@@ -37,7 +37,7 @@ def serve(
         ) from None
     with _listen(host, port) as listener:
         source = ModelSource(directory)
-        # Exclude the loaded objects from garbage collections, which would delay requests.
+        # Exclude the loaded objects from garbage collection, so that its runs are short and do not delay requests.
         gc.collect()
         gc.freeze()
         bound = listener.getsockname()

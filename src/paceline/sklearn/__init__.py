@@ -1,5 +1,4 @@
-"""Estimators for scikit-learn (the extra ``paceline[sklearn]``): sparse models, trained in this process or on a
-cluster."""
+"""Estimators for scikit-learn (the extra ``paceline[sklearn]``). They train in this process or on a cluster."""
 
 try:
     import sklearn as _sklearn  # noqa: F401

@@ -47,7 +47,7 @@ from paceline.training.tuning.choices import suggested_batch_size
 from paceline.training.weighting import Weighting
 
 _NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.float32], "ensure_all_finite": False}
-"""Options for scikit-learn's checks of arrays. The readers of arrays reject infinities."""
+"""Options for scikit-learn's checks of arrays. They allow infinities, which the readers of arrays reject."""
 
 _NO_FLOAT = re.compile(r"could not convert string to float: (?:np\.str_\()?('.*'|\".*\")\)?")
 
@@ -78,7 +78,7 @@ PARAMETERS: Final[dict[str, list[Any]]] = {
 
 @contextlib.contextmanager
 def _numbers_expected(X: Any) -> Iterator[None]:
-    """Add a remedy to NumPy's errors about values of X or y that are not numbers."""
+    """Raise NumPy's errors about values that are not numbers again, with an advice."""
     if isinstance(X, Mapping) or (hasattr(X, "collect") and not hasattr(X, "__len__")):
         remedy = "call collect() first" if hasattr(X, "collect") else "convert it first"
         raise UsageError(f"X is a {type(X).__name__}: expected an array, a sparse matrix or a DataFrame: {remedy}")
@@ -102,7 +102,7 @@ def _plan_on(options: TrainOptions, rows: Batch) -> TrainingPlan:
 
 
 def _write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> None:
-    """Write examples as LIBSVM text without loss, because nine digits determine a float32."""
+    """Write examples as LIBSVM text. Nothing is lost, because nine digits determine a float32."""
     with open(path, "w", encoding="ascii") as out:
         for start in range(0, len(order), _WRITTEN_ROWS):
             part = examples.take(order[start : start + _WRITTEN_ROWS])
@@ -145,7 +145,7 @@ class SparseEstimator(BaseEstimator, ABC):
 
     @abstractmethod
     def _learn_targets(self, targets: npt.NDArray[Any]) -> None:
-        """Store the properties of the targets that a first training needs. Raises UsageError for invalid targets."""
+        """Store the targets' properties before a first training. Raises UsageError for invalid targets."""
 
     @abstractmethod
     def _to_labels(self, targets: npt.NDArray[Any]) -> Floats:
@@ -157,7 +157,7 @@ class SparseEstimator(BaseEstimator, ABC):
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train a new model on examples X and their targets y [n].
 
-        `sample_weight` [n] multiplies the loss and the gradient of each example; not supported on a cluster.
+        `sample_weight` [n] multiplies each example's loss and gradient. It is not supported on a cluster.
         """
         self._check_parameters()
         X, targets = self._read_training_data(X, y, reset=True)
@@ -207,7 +207,7 @@ class SparseEstimator(BaseEstimator, ABC):
             raise UsageError("partial_fit trains in this process. Leave out workers and scheduler, or call fit")
 
     def _learn_on(self, rows: Batch) -> Self:
-        """Make a pass over more examples; the first call chooses the learning rate and the scale."""
+        """Make a pass over more examples. The first call chooses the learning rate and the scale."""
         if not hasattr(self, "_tables"):
             options = self._options(rows)
             plan = _plan_on(dataclasses.replace(options, epochs=1, model=options.model.with_defaults()), rows)
@@ -217,7 +217,7 @@ class SparseEstimator(BaseEstimator, ABC):
         return self
 
     def _train_in_process(self, rows: Batch, random: np.random.RandomState) -> ModelTables:
-        """Train in this process. The first pass is in the order of `rows`; `random` shuffles later passes."""
+        """Train in this process. The first pass has the order of `rows`. `random` shuffles later passes."""
         plan = _plan_on(self._options(rows), rows)
         tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
         rows = tables.scaled(rows)
@@ -229,7 +229,7 @@ class SparseEstimator(BaseEstimator, ABC):
         return tables
 
     def _train_on_cluster(self, rows: Batch, order: npt.NDArray[np.int64], options: TrainOptions) -> ModelTables:
-        """Train on rows in this order, which the cluster's workers read from a file."""
+        """Train on a cluster. Its workers read the rows, in the given order, from a file."""
         with TemporaryFolder.make("sklearn") as folder:
             data, directory = folder.path / "examples.svm", folder.path / "model"
             _write_libsvm(data, rows, order)
@@ -246,7 +246,7 @@ class SparseEstimator(BaseEstimator, ABC):
             return ModelTables(model, tables, read_key_scaling(stored.described))
 
     def _rule(self, suited_lr: float, suited_l1: float, suited_l2: float) -> UpdateRule:
-        """Return the update rule; for FTRL, the arguments replace missing settings."""
+        """Return the update rule. For FTRL, the arguments replace settings that are None."""
         lr, l1, l2 = self.lr, self.l1, self.l2
         if self.update == UPDATE_NAMES[0]:
             lr, l1 = suited_lr if lr is None else lr, suited_l1 if l1 is None else l1
@@ -258,7 +258,7 @@ class SparseEstimator(BaseEstimator, ABC):
         model = self._model()
         if model.labels == "numbers":  # for click models, the training plan does this
             model = model.starting_from(rows.labels, rows.weights)
-        scale = self.numeric_scale if self._columns is None else "none"  # a frame's columns already have scales
+        scale = self.numeric_scale if self._columns is None else "none"  # a frame's columns have scales
         return TrainOptions(
             data=(),
             model=model,

@@ -1,4 +1,4 @@
-"""Sparse estimators of scikit-learn: logistic regression, factorization machine, linear and Poisson regression."""
+"""Sparse estimators for scikit-learn: logistic regression, factorization machine, linear and Poisson regression."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
     class_weight: Any = None
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Train on more examples: one pass, in this process, in the order of X.
+        """Train on more examples in this process, with one pass in the order of X.
 
         Pass all `classes` in the first call. The examples of the first call determine the learning rate and the scale.
         """
@@ -68,7 +68,7 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
     def decision_function(self, X: Any) -> Doubles:
         """Return the logit of the second class (float64 [n]).
 
-        For more than two classes, return the logarithm of each class's probability (float64 [n, classes]).
+        If there are more than two classes, return the logarithm of each class's probability (float64 [n, classes]).
         """
         examples = self._prepare(X)
         return self._tables.margins(examples)
@@ -133,7 +133,7 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
 
 
 class LogisticRegression(Classifier):
-    """Logistic regression, trained on minibatches like ``paceline train``; multinomial for more than two classes.
+    """Logistic regression (multinomial if there are more than two classes), trained like ``paceline train``.
 
     X is an array or SciPy sparse matrix of numbers [n, features], or a DataFrame of pandas or polars. Columns of a
     DataFrame that are not numbers are hashed as categories.
@@ -143,7 +143,8 @@ class LogisticRegression(Classifier):
     - `update`, `lr`, `l1`, `l2`, `beta`: the update rule and its settings, with the meaning of the command's options.
     - `epochs`, `batch_size`: passes over the data, and examples per minibatch. None chooses them on a sample of X, like
       the learning rate (FTRL's alpha) and the scale of values (docs/explanation/defaults.md).
-    - `shuffle`, `random_state`: whether examples are shuffled before each pass (on a cluster: once), and the seed.
+    - `shuffle`, `random_state`: whether the examples are shuffled before each later pass (on a cluster: once), and the
+    seed of the order.
     - `numeric_scale`: the scale of numbers, as ``--numeric-scale``. ``auto`` uses logarithms or bins by quantiles for
       columns with a nonlinear effect (guides/data.md), if they predict held-out examples better. ``standard`` keeps the
       model linear in X, ``none`` keeps X unchanged.
@@ -177,9 +178,9 @@ class LogisticRegression(Classifier):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FactorizationMachine(Classifier):
-    """Factorization machine for two classes, trained on minibatches like ``paceline train --model fm``.
+    """Factorization machine for two classes, trained like ``paceline train --model fm``.
 
-    In contrast to a linear model it learns the effects of pairs of features. Each feature has a weight, as in
+    Unlike a linear model, it learns the effects of pairs of features. Each feature has a weight, as in
     :class:`LogisticRegression`, and `dim` factors, whose products are the weights of pairs (Rendle, ICDM 2010). X has
     the same form as for :class:`LogisticRegression`.
 
@@ -187,7 +188,7 @@ class FactorizationMachine(Classifier):
 
     - `dim`: number of factors per feature.
     - `factor_lr`, `factor_l1`, `factor_l2`: learning rate, L1 and L2 penalty of AdaGrad for the factors.
-    - `factor_min_count`: occurrences, over all passes, after which a feature gets factors.
+    - `factor_min_count`: a feature gets factors after this number of occurrences, counted over all passes.
     - `update`, `lr`, `l1`, `l2`, `beta`: the update rule of the weights and its settings. A feature with weight 0 has
       no factors. Pass l1=0 to keep features whose effect is only in pairs.
     - `random_state`: also seeds the factors, except on a cluster.
@@ -228,7 +229,7 @@ class Regressor(RegressorMixin, SparseEstimator, ABC):
     """An estimator of numbers with a linear model. Abstract: a subclass defines :meth:`_model`."""
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train on more examples: one pass, in this process, in the order of X.
+        """Train on more examples in this process, with one pass in the order of X.
 
         The examples of the first call determine the learning rate, the scale and the mean target.
         """
@@ -270,7 +271,7 @@ class Regressor(RegressorMixin, SparseEstimator, ABC):
 
 
 class LinearRegression(Regressor):
-    """Linear regression with squared loss, trained on minibatches like ``paceline train --model regression``.
+    """Linear regression with squared loss, trained like ``paceline train --model regression``.
 
     X and the parameters are those of :class:`LogisticRegression`, without `class_weight`. :meth:`fit` sets
     `n_features_in_`, `coef_` (float64 [features]) and `intercept_`. Reading `coef_` raises AttributeError if the model

@@ -19,9 +19,9 @@ from paceline.inference.frames import ColumnReader, list_names, names_of
 from paceline.training.files.numeric_scales import choose_scales
 
 LABEL = "\0label"
-"""Name of the label's column; a frame has no column of this name."""
+"""Name of the label's column. No frame has a column of this name."""
 
-_SAMPLE = 20_000  # number of rows for fitting the scales
+_SAMPLE = 20_000  # at most twice this number of rows for fitting scales
 
 
 def has_text(frame: Any) -> bool:
@@ -61,7 +61,7 @@ def choose_columns(frame: Any, y: npt.NDArray[Any], how: str) -> Columns:
 
 
 def _is_text(name: str, column: Sequence[Any]) -> bool:
-    """Return whether a column's words are features, by the same rule as for files."""
+    """Return whether a column's words are features. The rule is the same as for files."""
     cells = [cell for cell in column if isinstance(cell, str) and cell]
     return judge_column(name, cells, Counter(cells), "text")[0] == "text"
 

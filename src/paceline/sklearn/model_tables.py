@@ -1,4 +1,4 @@
-"""Hold the tables of an estimator's model in this process, to train, pickle and save them."""
+"""The tables of an estimator's model in this process. They can be trained, pickled and saved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SEEDS = 1 << 31
 
 
 class ModelTables:
-    """A model with its tables and their specifications; `scaling` scales values before training and prediction."""
+    """A model with its tables and their specifications. `scaling` is applied before training and prediction."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ModelTables:
     def create(
         cls, model: SparseModel, rule: UpdateRule, scaling: KeyScaling | None, random: np.random.RandomState
     ) -> Self:
-        """Create empty tables. `rule` updates tables without a rule of their own; `random` seeds initial values."""
+        """Create empty tables. `rule` updates tables without their own rule. `random` draws seeds of initial values."""
         specs = [_specification(table, rule, random) for table in model.tables]
         return cls(model, [(spec, fill_store(spec, ())) for spec in specs], scaling)
 
@@ -64,7 +64,7 @@ class ModelTables:
         return examples if self._scaling is None else self._scaling.apply(examples)
 
     def train(self, examples: Batch, batch_size: int, order: npt.NDArray[np.int64] | None) -> None:
-        """Make a pass over examples with scaled values; `order` permutes them if it is not None."""
+        """Make a pass over examples, whose values are scaled, in this `order` (None: unchanged)."""
         if order is not None:
             examples = examples.take(order)
         for start in range(0, examples.num_examples, batch_size):
@@ -72,7 +72,7 @@ class ModelTables:
             self._rows.learn(minibatch)
 
     def calibrate(self, recent: Batch, optimism: Optimism, *, is_complete: bool) -> None:
-        """Correct the mean prediction on scaled training examples; `is_complete` if these are all examples."""
+        """Correct the mean prediction, given scaled training examples. If `is_complete`, these are all of them."""
         predictions = self._collect(recent, self._rows.predict, is_scaled=True).astype(np.float32)
         self._model = self._model.calibrated(
             recent.labels, predictions, recent.weights, optimism, is_complete=is_complete
@@ -104,7 +104,7 @@ class ModelTables:
 
     @property
     def is_linear(self) -> bool:
-        """Whether a linear model has exactly one weight for each feature of the input."""
+        """Whether a linear model has exactly one weight for each feature of X."""
         return self._scaling is None or self._scaling.is_linear
 
     def linear_weights(self) -> Weights:
@@ -124,7 +124,7 @@ class ModelTables:
 
 
 def _specification(table: ModelTable, rule: UpdateRule, random: np.random.RandomState) -> TableSpec:
-    """Return the specification of a model's table. Tables with initial zeros draw no seed."""
+    """Return the specification of a model's table. If initial values are 0, no seed is drawn."""
     return TableSpec(
         name=table.name,
         kind="sparse",

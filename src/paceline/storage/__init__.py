@@ -1,1 +1,1 @@
-"""Files that survive a crash: durable writes, checked reads, directories with one writer."""
+"""Files that survive a crash: durable writes, verified reads, and directories with a single writer."""

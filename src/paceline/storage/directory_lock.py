@@ -14,9 +14,9 @@ from paceline.errors import UsageError
 from paceline.temporary import is_at
 
 LOCK = ".lock"
-"""The name of the locked file, which exists while the directory is in use, and also after a crash."""
+"""The name of the locked file. It exists while the directory is in use, and remains after a crash."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""Errors of file systems without locks, for which no lock is used."""
+"""Errors of file systems without locks. Directories on them are used without a lock."""
 
 
 class DirectoryLock:
@@ -40,7 +40,7 @@ class DirectoryLock:
             except BaseException:
                 os.close(number)
                 raise
-            os.close(number)  # another process has removed this file, so its lock protects nothing
+            os.close(number)  # another process removed the file, so this lock has no effect
 
     def release(self) -> None:
         self._release()

@@ -1,4 +1,4 @@
-"""Files and renames that survive a crash of the machine, and checked reads of them. Disk errors are raised.
+"""Write files that survive a crash of the machine, and verify files when they are read. Disk errors are raised.
 
 A manifest is untrusted. Its names must be plain names, and its files must be regular files of the given size. Names and
 sizes are checked before any file is read or memory is allocated. Checksums of all contents are verified.
@@ -77,7 +77,7 @@ _OPEN_DESCRIPTORS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 def write_synced(path: Path, *buffers: bytes | memoryview) -> None:
-    """Write a file, which is on disk when this function returns. Raises OSError."""
+    """Write a file. It is on disk when this function returns. Raises OSError."""
     with open(path, "wb", buffering=0) as file:
         for buffer in buffers:
             unwritten = memoryview(buffer).cast("B")
@@ -114,13 +114,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def process_mark() -> str:
-    """Return 16 hexadecimal digits that identify this host and process in names of temporary files."""
+    """Return 16 hexadecimal digits for names of temporary files, which identify this host and process."""
     return f"{_host_mark()}{os.getpid():08x}"
 
 
 def remove_leftovers(folder: Path, names: re.Pattern[str], min_age_s: float = 0.0) -> None:
-    """Remove files of ended processes; the first group of `names` is a :func:`process_mark`."""
-    host, oldest = _host_mark(), time.time() - min_age_s  # noqa: TID251  # as files have it
+    """Remove files of ended processes. The first group of the pattern `names` is a :func:`process_mark`."""
+    host, oldest = _host_mark(), time.time() - min_age_s  # noqa: TID251  # modification times are wall-clock times
     try:
         entries = [(Path(entry.path), names.fullmatch(entry.name)) for entry in os.scandir(folder)]
         for path, found in entries:
@@ -133,7 +133,7 @@ def remove_leftovers(folder: Path, names: re.Pattern[str], min_age_s: float = 0.
             except (OSError, OverflowError):
                 pass  # the process belongs to another user, or the id is impossible
     except OSError:
-        pass  # another process has removed the file, or it cannot be removed, which does no harm
+        pass  # the file is gone or cannot be removed; both are harmless
 
 
 def _host_mark() -> str:
@@ -153,7 +153,7 @@ def sync_directory(folder: Path) -> None:
 
 
 def make_directory(folder: Path) -> list[Path]:
-    """Create a directory and its parents durably; return the new directories, innermost first. Raises OSError."""
+    """Create a directory and its parents durably. Return the new directories, the innermost first. Raises OSError."""
     missing = [directory for directory in (folder, *folder.parents) if not directory.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for directory in missing:

@@ -1,10 +1,11 @@
 """Define the format on disk: manifests of models and snapshots.
 
-Rows are stored by key, not by server, in parts: safetensors files of `keys` and `records`. A manifest names the parts
-of each table with sizes and checksums; other files are ignored. A manifest is untrusted, so its names must be plain
-names, and its numbers have limits.
+Rows are stored by key, not by server. They are in parts: safetensors files of `keys` and `records`. A manifest names
+each table's parts with sizes and checksums. Other files are ignored. A manifest is untrusted, so its names must be
+plain names, and its numbers have limits.
 
-Models and snapshots have different fields in addition to tables (:class:`ModelManifest`, :class:`SnapshotManifest`).
+In addition to tables, the manifests of models and of snapshots have their own fields (:class:`ModelManifest`,
+:class:`SnapshotManifest`).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _Manifest = TypeVar("_Manifest", bound="Manifest")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Publish a manifest, so that its files become a model or snapshot. Their contents must be on disk already.
+    """Write a manifest, which turns its files into a model or a snapshot. The files' contents must be on disk already.
 
     The file names are synced first, so that a manifest never survives a crash without its files. After an OSError the
-    previous manifest remains. The caller syncs the folder.
+    previous manifest remains. The caller must sync the folder.
     """
     sync_directory(folder)
     fields = msgspec.to_builtins(manifest)
@@ -63,7 +64,7 @@ def read_manifest(folder: Path, kind: type[_Manifest]) -> _Manifest:
 
 
 def read_fields(folder: Path, kind: type[Manifest]) -> dict[str, Any]:
-    """Return a manifest's raw fields. Raises ModelError for another kind of manifest; the version may differ."""
+    """Return a manifest's fields, of any version. Raises ModelError if the manifest is of another kind."""
     path = folder / MANIFEST
     try:
         fields = json.loads(read_manifest_text(path))
@@ -114,9 +115,9 @@ class StoredPart(StoredFile, frozen=True, kw_only=True):
     buckets: tuple[Bucket, ...] = ()
     rows: tuple[Natural, ...]
     words: Words
-    """Number of float32 per record, including the pass if present."""
+    """Number of float32 per record, including the number of the pass if there is one."""
     has_passes: bool = False
-    """Whether records end with the number of the data pass in which the row was last pushed."""
+    """Whether a record ends with the number of the pass over the data in which its row was last pushed."""
 
     def __post_init__(self) -> None:
         is_divided = len(self.buckets) == len(self.rows) and len(set(self.buckets)) == len(self.buckets)
@@ -131,7 +132,7 @@ class StoredPart(StoredFile, frozen=True, kw_only=True):
 
 
 class PartUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A part and its buckets in use. A later snapshot may have rewritten the other buckets."""
+    """A part, and its buckets that belong to the manifest. Other buckets may be in newer parts."""
 
     part: StoredPart
     buckets: tuple[Bucket, ...] = ()
@@ -142,7 +143,7 @@ class PartUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A table on disk; each bucket is used from at most one part."""
+    """A table on disk. Each bucket is used from at most one part."""
 
     spec: TableSpec
     rows: Natural
@@ -166,9 +167,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     FORMAT: ClassVar[str]
     NAME: ClassVar[str]
-    """A noun for the manifest's subject, for errors."""
+    """The noun for the manifest's subject in errors."""
     ABSENT: ClassVar[str]
-    """The error text for a folder without a manifest."""
+    """The text of the error if a folder has no manifest."""
 
     format: str
     version: int = VERSION
@@ -181,7 +182,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelManifest(Manifest, frozen=True, kw_only=True):
-    """A model, or a checkpoint of a PyTorch program. `model` is a description by the writing program."""
+    """A model, or a checkpoint of a PyTorch program. The program that writes it describes it in `model`."""
 
     FORMAT: ClassVar[str] = "paceline-model"
     NAME: ClassVar[str] = "a Paceline model"
@@ -189,7 +190,7 @@ class ModelManifest(Manifest, frozen=True, kw_only=True):
 
     format: str = FORMAT
     tensors: dict[str, StoredFile] = {}
-    """Files of named tensors (of a PyTorch model or its optimizer), by content."""
+    """The files of named tensors, by their content: a PyTorch model or its optimizer."""
     model: dict[str, Any] = {}
 
     @property
@@ -207,10 +208,10 @@ class SnapshotManifest(Manifest, frozen=True, kw_only=True):
     format: str = FORMAT
     number: Natural
     full: bool
-    """Whether the snapshot is independent of the parts of earlier snapshots."""
+    """Whether the snapshot uses no part of an earlier snapshot."""
     iteration: Natural | None
-    """Under sequential consistency, the number of completed iterations of the run. Otherwise None, because the buckets
-    were copied one after another; each bucket is consistent by itself.
+    """Under sequential consistency, the number of completed iterations of the run. Otherwise None: buckets
+    are copied one after another, so only each single bucket is consistent.
     """
     account: JobAccount | None = None
     training: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Save models, and checkpoints of PyTorch programs, as directories of tables and tensor files.
 
-Each save gives data files new names. The manifest is written last and names the model's files, so an interrupted save
-leaves the complete old or new model. Rows are stored by key, not by server, so a model from three servers can be loaded
-into two.
+Each save writes data files with new names. The manifest, which names the model's files, is written last. So after an
+interrupted save, the old or the new model is complete. Rows are stored by key, not by server, so a model from three
+servers can be loaded into two.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from paceline.tables.types import Floats, Keys
 
 CHECKPOINT: Final = "torch checkpoint"
 """The kind of a model saved by a PyTorch program."""
-_FIRST_BYTES = 1 << 20  # initial memory for gathering parts; it grows as needed
+_FIRST_BYTES = 1 << 20  # initial memory for parts, which grows as needed
 _NAME_IN_ERRORS = "the model"
 _MODEL_FILE = re.compile(
     rf"(table\d+-\d{{5}}|tensors-\w+)\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]+"
@@ -66,7 +66,7 @@ class SavedModel:
         raise ModelError(f"the model in {self.directory} has no table {name!r}")
 
     def records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
-        """Yield verified keys and records, while a thread reads the next file."""
+        """Yield verified keys and records. Meanwhile a thread reads the next file."""
         with ThreadPoolExecutor(1) as pool:
             ahead: Future[tuple[Keys, Floats]] | None = None
             for part in table.parts:
@@ -80,7 +80,8 @@ class SavedModel:
         table = self.table(name)
         files = [self.directory / part.file for part in table.parts]
         num_bytes = sum(file.stat().st_size for file in files if file.exists())
-        # Limit the untrusted number of rows by the size of the files, because a row needs at least a key and a value.
+        # The number of rows is untrusted. It is limited by the size of the files: a row needs at least a key and a
+        # value.
         return fill_store(table.spec, self.records(table), num_rows=min(table.rows, num_bytes // 12))
 
     def read(self, file: StoredFile) -> bytes:
@@ -90,9 +91,9 @@ class SavedModel:
 def fill_store(
     spec: TableSpec, pieces: Iterable[tuple[Keys, Floats]], *, num_rows: int = 0, values_only: bool = False
 ) -> SparseStore:
-    """Create a store with these rows, after allocating memory for `num_rows` rows.
+    """Allocate a store for `num_rows` rows, and fill it with these rows.
 
-    With `values_only`, the state of the update rule is left out.
+    If `values_only`, the state of the update rule is left out.
     """
     store = SparseStore(
         dim=spec.dim,
@@ -121,7 +122,7 @@ def save_model(
     """Write a model as safetensors: tables, each with keys and records in pieces, and tensor files.
 
     The write is atomic and replaces an existing model. `model` is stored in the manifest. Raises ModelError if space or
-    permission is missing, or if a checkpoint would replace another model or vice versa; an existing model then remains
+    permission is missing, or if a checkpoint would replace another model or vice versa. Then an existing model remains
     intact. Raises UsageError while another process saves to the directory.
     """
     folder = Path(directory)
@@ -199,7 +200,7 @@ def _remove_former(folder: Path, manifest: ModelManifest) -> None:
 
 
 def prepare_directory(folder: Path, kind: str | None = None) -> list[Path]:
-    """Create the directory and its parents for a model of this kind; return the new directories, innermost first.
+    """Create a directory for a model of this kind, and its parents. Return the new directories, the innermost first.
 
     Raises ModelError if the directory has other files, or if a checkpoint would replace another model or vice versa.
     """

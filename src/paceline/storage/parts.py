@@ -24,10 +24,11 @@ _PAGE_BYTES = 4096
 
 
 class PartBuffer:
-    """The gathered rows of a part, in memory that the next part reuses.
+    """Gathers the rows of a part. The next part reuses the memory.
 
-    All added rows are in two arrays, because each call that hashes or writes an array waits for the interpreter's lock.
-    The constructor allocates `num_bytes`, which takes time. Use a background thread if other work must not wait.
+    All rows are in two arrays, because each call that hashes or writes an array waits for the interpreter's lock.
+    The constructor allocates `num_bytes`. This takes time, so call it in a background thread if other work must not
+    wait.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -36,7 +37,7 @@ class PartBuffer:
         self.begin(1)
 
     def begin(self, words: int, *, has_passes: bool = False) -> None:
-        """Remove all rows. The next records have `words` float32 values, including a pass if `has_passes`."""
+        """Remove all rows. The next records have `words` float32 values. If `has_passes`, the last one is the pass."""
         self.has_passes = has_passes
         self.buckets: list[int] = []
         self.rows: list[int] = []
@@ -81,7 +82,7 @@ class PartBuffer:
 
 
 def write_part(directory: Path, file: str, table: str, gathered: PartBuffer) -> StoredPart:
-    """Write gathered rows as a file, which is on disk when this function returns. Raises OSError.
+    """Write the gathered rows to a file. It is on disk when this function returns. Raises OSError.
 
     Hashing and writing release the interpreter's lock, so that other threads run.
     """

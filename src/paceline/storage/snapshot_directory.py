@@ -1,8 +1,8 @@
 """Manage directories of snapshots: remove old snapshots, and find the newest complete one.
 
 Each snapshot has its own folder, such as ``snapshot-000123``, with its manifest and the parts written by servers. The
-manifest is written last, so a folder without a manifest is incomplete. An incremental snapshot refers to parts in
-earlier folders for unchanged buckets. :mod:`paceline.ps.client.snapshots` decides when to write which data.
+manifest is written last, so a folder without a manifest is incomplete. For unchanged buckets, an incremental snapshot
+refers to parts in earlier folders. :mod:`paceline.ps.client.snapshots` decides which data to write, and when.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def describe_failure(directory: Path, error: OSError) -> str:
 
 
 class SnapshotDirectory:
-    """A directory of snapshots that keeps the newest `keep` snapshots and the files they refer to.
+    """A directory of snapshots. It keeps the newest `keep` snapshots and the files that they refer to.
 
-    Only one run can use the directory at a time. Raises UsageError while another run writes snapshots to it.
+    Raises UsageError while another run writes snapshots to the directory.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -77,12 +77,12 @@ class SnapshotDirectory:
         self.path = Path(os.path.abspath(directory))
         self._keep = keep
         self._lock: DirectoryLock | None = None
-        with contextlib.suppress(OSError):  # make() reports the error
+        with contextlib.suppress(OSError):  # make() raises the error again
             self._take_over()
         self._last = max(numbers_in(self.path), default=0)
         self._manifests: dict[int, SnapshotManifest] = {}
         for number in numbers_in(self.path):
-            with contextlib.suppress(ModelError):  # a damaged snapshot stays until a complete one replaces it
+            with contextlib.suppress(ModelError):  # a damaged snapshot is removed after the next complete one
                 self._manifests[number] = read_snapshot(self.path, number)
 
     def next_number(self) -> int:
@@ -120,7 +120,7 @@ class SnapshotDirectory:
         self._remove(number)
 
     def _remove(self, number: int, needed: Iterable[str] = ()) -> None:
-        """Remove a snapshot: its manifest first, then its unneeded files. Ignores errors."""
+        """Remove a snapshot: first its manifest, then its files that no other snapshot uses. Ignores errors."""
         folder = self.path / folder_name(number)
         with contextlib.suppress(OSError):
             (folder / MANIFEST).unlink(missing_ok=True)
@@ -170,7 +170,7 @@ def read_newest(directory: str | os.PathLike[str], warn: Callable[[str], None] =
 
 
 def _check_files(directory: Path, manifest: SnapshotManifest, verified: set[str]) -> None:
-    """Raise ModelError unless a snapshot's files are complete; skips the files in `verified`."""
+    """Raise ModelError unless a snapshot's files are complete. Files in `verified` are not read again."""
     parts = {part.file: part for table in manifest.tables for part in table.parts}
     unknown = [part for file, part in parts.items() if file not in verified]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="paceline-snapshot") as pool:
@@ -191,9 +191,9 @@ def _check_part(directory: Path, part: StoredPart) -> None:
 def read_buckets(
     directory: Path, part: StoredPart, wanted: Buckets, *, with_passes: bool = False
 ) -> list[tuple[int, Keys, Floats]]:
-    """Return each wanted bucket that has rows: number, keys, records. Raises the errors of :func:`read_part`.
+    """Return number, keys and records of each wanted bucket that has rows. Raises the errors of :func:`read_part`.
 
-    Without `with_passes`, the pass number at the end of each record is removed.
+    Unless `with_passes`, the pass number at the end of each record is removed.
     """
     keys, records = read_part(directory, part, _NAME_IN_ERRORS)
     if part.has_passes and not with_passes:

@@ -1,1 +1,1 @@
-"""The part of each table that one process holds: row stores, update rules, staleness, aggregation. No network."""
+"""A process's parts of tables: row stores, update rules, staleness, aggregation. No network."""

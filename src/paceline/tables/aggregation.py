@@ -1,7 +1,7 @@
-"""Sequential consistency on a server: buffer the pushes of an iteration, sum them in rank order, apply the sum once.
+"""Sequential consistency on a server: it buffers an iteration's pushes, sums them by rank, and applies the sum.
 
-Every run gives equal results. Except for rounding, they equal the results of one process that trains on the
-concatenated batches of all workers.
+Every run has the same results. Except for rounding, they are the results of one process that trains on the concatenated
+batches of all workers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paceline.tables.types import Floats
 
 Push = tuple[Selection, Floats]
 _LARGE_BYTES = 1 << 16
-_SAFE_SUM = 1e38  # the limit for a sum of gradients before its multiplication by the factor (such as 1 / workers)
+_SAFE_SUM = 1e38  # the limit of a sum of gradients, before the factor (such as 1 / workers) multiplies it
 _logger = logging.getLogger("paceline.ps")
 
 
 class IterationPushes(NamedTuple):
-    """The pushes of an iteration for which all workers have sent their pushes."""
+    """The pushes of an iteration, after all workers have sent theirs."""
 
     tables: dict[int, list[Push]]
     tops: dict[int, float]
@@ -38,7 +38,7 @@ class IterationPushes(NamedTuple):
 
 
 class IterationBuffer:
-    """The pushes of live workers for iterations that are not complete. Incarnation numbers identify the workers.
+    """The live workers' pushes for incomplete iterations. Incarnation numbers identify the workers.
 
     The pushes are summed in the order of the workers' ranks. The rank is stored with the pushes, because a worker may
     leave before the iteration is complete.
@@ -48,7 +48,7 @@ class IterationBuffer:
         self._mean = mean
         # For each iteration and worker: the worker's rank, and its pushes as (table number, push, largest magnitude).
         self._pushes: dict[int, dict[int, tuple[int, list[tuple[int, Push, float]]]]] = {}
-        self._free: dict[int, list[Floats]] = {}  # arrays of the last iteration for reuse, by length
+        self._free: dict[int, list[Floats]] = {}  # the last iteration's arrays by length, to be reused
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +71,7 @@ class IterationBuffer:
         self._pushes, self._free = {}, {}
 
     def recycle(self, tables: Mapping[int, Sequence[Push]]) -> None:
-        """Reuse the memory of applied pushes for the copies of the next iteration."""
+        """Keep the memory of applied pushes for the copies of the next iteration."""
         # The first write to a page of new memory costs more than a copy, so memory is reused. Arrays that one iteration
         # does not use are freed.
         self._free = {}
@@ -108,13 +108,13 @@ def apply_sum(part: TablePart, pushes: Sequence[Push], factor: float) -> None:
 
 
 def sum_up(part: TablePart, pushes: Sequence[Push], factor: float) -> list[Push]:
-    """Return the sums that :func:`apply_sum` would apply, as pushes without common keys or elements."""
+    """Return the sums that :func:`apply_sum` would apply, as pushes that have no key or element in common."""
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the result for overflow
         return [(selection, sum_of(grads, factor)) for selection, grads in _by_selection(part, pushes)]
 
 
 def _by_selection(part: TablePart, pushes: Sequence[Push]) -> list[tuple[Selection, list[Floats]]]:
-    """Return selections of keys without common keys, each with the gradients to sum, in the order of `pushes`."""
+    """Return selections that have no key in common, each with the gradients to sum, in the order of `pushes`."""
     ranges = _disjoint_ranges(pushes)
     if ranges is not None:
         return [(same[0][0], [grads for _, grads in same]) for same in ranges]
@@ -143,7 +143,7 @@ def _disjoint_ranges(pushes: Sequence[Push]) -> list[list[Push]] | None:
 
 
 class IterationSums:
-    """The buffered pushes of one server, and their sums. With `mean`, sums are divided by the number of workers."""
+    """The buffered pushes of one server, and their sums. If `mean`, sums are divided by the number of workers."""
 
     def __init__(self, tables: ServerTables, non_finite: NonFinite, mean: bool) -> None:
         self._tables = tables
@@ -158,7 +158,7 @@ class IterationSums:
         complete = self._complete(iteration, workers, buckets)
         for number, pushes in sorted(complete.tables.items()):
             table = self._tables.by_number[number]
-            table.staleness.histogram[0] += len(pushes)  # staleness 0: no other push was applied in this iteration
+            table.staleness.histogram[0] += len(pushes)  # 0: no other push was applied in this iteration
             apply_sum(table.part, pushes, complete.factor)
         self.buffer.recycle(complete.tables)
 
@@ -183,7 +183,7 @@ class IterationSums:
                     top = float(largest(piece.floats))
                     if not table.part.magnitudes.take(top):
                         self._non_finite.try_push(table, piece.selection, piece.floats, top, source)
-            except NonFiniteError as error:  # the sum is not applied, and each worker receives the error in a reply
+            except NonFiniteError as error:  # the sum is not applied; replies report the error to each worker
                 _logger.warning("%s", error)
                 table.refused.update(dict.fromkeys(workers, str(error)))
                 del complete.tables[number]

@@ -9,7 +9,7 @@ from msgspec import Meta
 from paceline.protocol import NUM_BUCKETS
 
 MAX_CLOCK: Final = 2**32 - 3
-"""The largest clock (iteration number). A frame's header has 32 bits for a clock, and must also fit the next clock."""
+"""The largest clock (iteration number). A frame's header has 32 bits for a clock, and the next clock must fit too."""
 MAX_TABLES: Final = 65535
 """The largest number of tables. A frame's header has 16 bits for the number of a table, and 0 means no table."""
 MAX_WORDS: Final = 1 << 20

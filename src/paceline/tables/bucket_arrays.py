@@ -18,7 +18,7 @@ from paceline.tables.spec import TableSpec
 
 
 def bucket_bounds(size: int, bucket: int) -> tuple[int, int]:
-    """Return the range [start, stop) of a dense table's elements that a bucket contains."""
+    """Return the range [start, stop) of a dense table's elements in a bucket."""
     width = bucket_width(size)
     return min(bucket * width, size), min((bucket + 1) * width, size)
 

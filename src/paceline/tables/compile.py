@@ -1,8 +1,8 @@
 """Compile all kernels, or load them from Numba's cache on disk, before they are needed.
 
-The launcher calls :func:`compile_kernels` once before it starts other processes. So servers and workers do not compile
-during training, and no kernel is compiled by several processes. This module calls the kernels with the argument types
-of their real callers: C-contiguous, writable arrays, Python integers, and unsigned NumPy scalars for seeds and
+The launcher calls :func:`compile_kernels` once before it starts other processes. So no server or worker compiles
+kernels during training, and no two processes compile the same kernel. This module calls the kernels with the argument
+types of their real callers: C-contiguous, writable arrays, Python integers, and unsigned NumPy scalars for seeds and
 addresses.
 """
 
@@ -105,7 +105,7 @@ def compile_common() -> None:
 def compile_values() -> None:
     """Compile the kernels that read and update sparse rows.
 
-    They contain all update rules, and take half of the time.
+    They contain all update rules, and their compilation takes half of the time.
     """
     table = _EmptyTable()
     floats = np.zeros(1, np.float32)
@@ -136,7 +136,7 @@ class _EmptyTable:
     """The arrays of an empty hash index. All buckets share one empty line, and no bucket has space for a row."""
 
     def __init__(self) -> None:
-        num_lines = 1 + 1 + index.TAIL_LINES  # for key 0, for all other keys, and the spare lines
+        num_lines = 1 + 1 + index.TAIL_LINES  # for key 0, for all other keys, and spare lines
         self._memory = np.zeros((num_lines + 1) * index.LINE_BYTES, np.uint8)
         address = self._memory.ctypes.data
         self.directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
@@ -151,7 +151,7 @@ class _EmptyTable:
 
 
 def _compile_growth() -> None:
-    """Compile the kernels that the first pushes to a table and its saving need."""
+    """Compile the kernels for the first pushes to a table and for saving it."""
     table = _EmptyTable()
     directory, layout, keys = table.directory, table.layout, table.keys
     assert not sparse.has_room(directory, keys, np.zeros(index.NUM_BUCKETS, np.uint64))

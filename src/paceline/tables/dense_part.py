@@ -1,4 +1,4 @@
-"""A server's part of a dense table. Its array is as long as the whole table, but only held buckets use memory."""
+"""A server's part of a dense table. Its array is as long as the whole table, but only the held buckets use memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.tables.rules import kernels
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Floats, Keys
 
-_BLOCK = 1 << 14  # the number of elements that are updated at once; 64 KiB of gradients stay in the L2 cache
+_BLOCK = 1 << 14  # elements that are updated in one step: 64 KiB of gradients stay in the L2 cache
 _PAGE = PAGE_BYTES // 4  # the number of elements in a page of memory
 
 
@@ -90,7 +90,7 @@ class DensePart(TablePart):
         self._flags = to_flags(self.held)
         free = owned_runs(self._size, buckets_in(ALL & ~self.held))
         for start, stop in dropped:
-            # A page may extend into a neighbouring bucket. It is freed too if the neighbouring bucket is not held.
+            # A page may extend into a neighbouring bucket. Then it is freed only if that bucket is not held either.
             for a, b in clip_runs(free, start - _PAGE, stop + _PAGE):
                 for plane in range(0, len(self._record), self._size):
                     self._memory.forget(plane + a, plane + b)
@@ -185,8 +185,8 @@ class DensePart(TablePart):
         covered = self._buckets(selection)
         chosen = covered & buckets
         runs, pieces = iter(clip_runs(runs_in(self._size, covered), start, stop)), []
-        at = first = last = 0  # `at` is the position in `grads` of the range [first, last) of the selection
-        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # [a, b) is inside one range
+        at = first = last = 0  # the range [first, last) of the selection begins at `at` in `grads`
+        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # [a, b) lies in a single range
             while last < b:
                 at += last - first
                 first, last = next(runs)
@@ -197,7 +197,7 @@ class DensePart(TablePart):
     @override
     def pull(self, selection: Selection, out: Floats) -> None:
         if selection.keys is not None:
-            # All indices are valid. The default mode="raise" would check them and buffer the result.
+            # All indices are valid, but the default mode="raise" would check them and buffer the result.
             np.take(self._record, self._places(selection), out=out, mode="clip")
             return
         runs, at = self._runs(selection), 0

@@ -1,4 +1,4 @@
-"""Initializers, which determine the values of parameters before their first update."""
+"""Initializers: they determine the values of parameters before the first update."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.tables.settings import MAX_FLOAT32, check_bounds
 
 __all__ = ["INITIALIZERS", "Constant", "Initializer", "Normal", "Uniform", "Zeros"]
 
-_MOST_DEVIATIONS: Final = 10.0  # a bound: normal numbers from 53 random bits reach 8.6 standard deviations
+_MOST_DEVIATIONS: Final = 10.0  # upper limit: normal numbers from 53 random bits reach 8.6 standard deviations
 
 
 class Initializer(ABC):
-    """A function that computes a value before its first update, from its key, its element and the table's seed."""
+    """A function that computes a value before its first update, given its key, its element and the table's seed."""
 
     code: ClassVar[int]
 

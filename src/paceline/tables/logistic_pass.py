@@ -1,4 +1,4 @@
-"""Train logistic regression with FTRL in one process: one kernel passes over all examples in memory."""
+"""Train logistic regression with FTRL in one process: one kernel makes a pass over all examples in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def logistic_pass(indptr, ids, values, labels, weights, order, offset, batch_siz
     float32 [n], and the examples' `weights` float32 [n]. `values` and `weights` have length 0 if all are 1. `order`
     (int64) has the numbers of the examples to use. `offset` (float64) is added to every margin. `hyper` is
     ``FTRL.hyper``. `rows` is float32 [features + 1, 3], and its last row is the bias. `gradients` (float32 [features +
-    1]) and `touched` (uint8 [features + 1]) are scratch memory, which must be zero and is zero after the call.
+    1]) and `touched` (uint8 [features + 1]) are scratch memory. It must be zero before the call, and is zero after the
+    call.
     """
     ones = len(values) == 0
     bias = len(rows) - 1

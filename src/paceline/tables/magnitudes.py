@@ -25,10 +25,10 @@ from paceline.tables.rules import UpdateRule
 from paceline.tables.rules.growth import UNKNOWN, Bounds
 
 _SAFE: Final = 1e37
-"""The largest safe bound. It is far enough below the largest float32 (3.4e38) for all rounding errors."""
+"""The largest safe bound. Its distance to the largest float32 (3.4e38) is enough for all rounding errors."""
 _AHEAD: Final = 64
-"""The number of pushes for which the bounds are raised at once. Their gradients may be `_MARGIN` times as large as the
-first push's gradients.
+"""The bounds are raised for this number of pushes in one step. The gradients of these pushes may be up to `_MARGIN`
+times as large as those of the first push.
 """
 _MARGIN: Final = 4.0
 
@@ -42,12 +42,12 @@ class Magnitudes:
         self._has_bounds = rule.has_bounds()
         self._initial = rule.initial_bounds(initializer.largest)
         self.bounds = self._formed = self._initial
-        self._left = 0  # the number of later pushes that the bounds already include
+        self._left = 0  # the number of later pushes for which the bounds are already raised
         self._top = 0.0
         self._num_tried = 0
 
     def set_rule(self, rule: UpdateRule) -> None:
-        """Set a rule with new hyperparameters. `_formed` then bounds the records written with the old ones."""
+        """Set a rule with new hyperparameters. `_formed` keeps the bounds of records written with the old ones."""
         self._rule = rule
         self._formed = self.bounds
         self._left = 0
@@ -89,7 +89,7 @@ class Magnitudes:
     def is_loose(self, num_tried: int, num_rows: int) -> bool:
         """Record that pushes of `num_tried` rows were first tried on a copy.
 
-        Return whether pushes of at least `num_rows` rows were tried on copies so far. If so, the caller should compute
+        Return whether at least `num_rows` rows in total were tried on copies so far. Then the caller should compute
         exact bounds.
         """
         self._num_tried += num_tried

@@ -1,8 +1,8 @@
 """A server's policy for infinities and NaN in its tables: reject them, or accept and count them.
 
-Clients and servers always reject gradients that are not finite. The policy applies to finite gradients that overflow
-when they are summed, compensated or applied, and to records (values and state) that are written or loaded. Records from
-another server (the primary of a replica, or the former server of a bucket) are already checked. They are stored
+Clients and servers always reject gradients that are not finite. The policy applies if finite gradients overflow in a
+sum, in compensation or in an update, and if records (values and state) are written or loaded. Records from another
+server (the primary of a replica, or the former server of a bucket) were already checked there. They are stored
 unchanged, so that the servers have equal records.
 """
 
@@ -63,7 +63,7 @@ class NonFinite:
             self._found(table, f"{source} holds {_describe(keys, records)}", "Check their source")
 
     def count_received(self, table: ServerTable, keys: Keys, records: Floats, source: str) -> None:
-        """Count non-finite records from another server, which are stored unchanged."""
+        """Count non-finite records from another server. They are stored unchanged."""
         if not largest(records.reshape(-1)) < math.inf:
             table.non_finite += 1
             _logger.warning("%s holds %s of table %r", source, _describe(keys, records), table.spec.name)

@@ -27,9 +27,9 @@ Positions = npt.NDArray[np.int64]
 class Selection:
     """The elements of a table that a request reads or writes: keys, or a range of elements of a dense table.
 
-    A range selects only the elements that are in `buckets`. None means the buckets of which the server is the primary.
-    The first call of :meth:`TablePart.num_values` replaces None by these buckets, so that later changes of the server's
-    buckets do not affect the selection. Only dense parts use `places`.
+    A range selects only the elements in `buckets`. None means the buckets whose primary is this server. The first call
+    of :meth:`TablePart.num_values` replaces None by these buckets, so that later changes of the server's buckets do not
+    affect the selection. Only dense parts use `places`.
     """
 
     __slots__ = ("buckets", "keys", "places", "start", "stop")
@@ -80,9 +80,7 @@ class TablePart(ABC):
         self.rule: UpdateRule = from_fields(RULES, spec.update)
         self.initializer: Initializer = from_fields(INITIALIZERS, spec.initializer)
         self.magnitudes = Magnitudes(self.rule, self.initializer, self.dim)
-        """Upper bounds of the numbers in the records.
-
-        The caller of a push updates them; other writes update them too.
+        """Upper bounds of the numbers in the records. The caller of a push raises them; other writes do so themselves.
         """
         self.parameters: npt.NDArray[np.float64]
         """The numbers that kernels receive: the hyperparameters of the rule, and the numbers of the initializer."""
@@ -95,7 +93,7 @@ class TablePart(ABC):
 
     @property
     def primary(self) -> Buckets:
-        """The buckets of which this server is the primary. A request for a range gets only the elements in them."""
+        """The buckets whose primary is this server. A request for a range reads only the elements in them."""
         return self._primary
 
     @property
@@ -127,13 +125,12 @@ class TablePart(ABC):
 
     @abstractmethod
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Replace a bucket by data in the format of :meth:`read_bucket`.
-
-        Raises UsageError, and changes nothing, if a key is not in this bucket.
+        """Replace a bucket by data in the format of :meth:`read_bucket`. If a key is not in this bucket, raise
+        UsageError and change nothing.
         """
 
     def set_primary(self, buckets: Buckets) -> None:
-        """Set :attr:`primary`. This part must hold all these buckets."""
+        """Set :attr:`primary`. This part must hold all of these buckets."""
         assert not buckets & ~self._held
         self._primary = buckets
 
@@ -143,25 +140,22 @@ class TablePart(ABC):
         return 0
 
     rows_of: int = 0
-    """The pass in which a row counts as last pushed if it was not pushed since the table records passes."""
+    """If a row was not pushed since the table records passes, this pass is regarded as its last push."""
 
     def with_passes(self, bucket: int, keys: Keys, records: Floats) -> Floats:
-        """Return records (float32 [n, record_words]).
-
-        If the table records passes, add a column with rows' last passes.
-        """
+        """Return `records` (float32 [n, record_words]). If the table records passes, add a column of last passes."""
         return records
 
     def load_with_passes(self, bucket: int, keys: Keys, records: Floats, rows_of: int | None = None) -> None:
         """Load records that may have the additional column of :meth:`with_passes`.
 
-        Without this column, the rows count as last pushed in pass `rows_of` (default: the current pass).
+        Without this column, pass `rows_of` (default: the current pass) is regarded as the rows' last push.
         """
         self.load_bucket(bucket, keys, records)
 
     @abstractmethod
     def num_values(self, selection: Selection) -> int:
-        """Return the number of float32 values in a selection. Raises UsageError if this part does not hold all keys."""
+        """Return a selection's number of float32 values. Raises UsageError if this part does not hold all its keys."""
 
     @abstractmethod
     def keys_of(self, selection: Selection) -> Keys: ...
@@ -173,8 +167,8 @@ class TablePart(ABC):
         """Return the part of a push (keys and gradients) that belongs to `buckets`.
 
         `grads` is float32 [num_values]. If all keys belong to `buckets`, `selection` and `grads` themselves are
-        returned. The returned gradients may be a view of `grads`. This part may already have dropped other buckets. If
-        the selection has keys, `grads` may have rows of any width.
+        returned. The returned gradients may be a view of `grads`. This part need not hold the other buckets of the
+        push. If the selection has keys, `grads` may have rows of any width.
         """
         keys = selection.key_array()
         order = positions_in(self.spec, keys, buckets)
@@ -203,11 +197,11 @@ class TablePart(ABC):
 
     @abstractmethod
     def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
-        """Apply the update rule once with the sum of finite `grads` (float32 [num_values] each) times `factor`."""
+        """Apply the update rule once, to the sum of finite `grads` (float32 [num_values] each) times `factor`."""
 
     @abstractmethod
     def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
-        """Yield, in blocks, the keys (uint64 [n]) and records (float32 [n, record_words]) that a push would write."""
+        """Yield blocks of the keys (uint64 [n]) and records (float32 [n, record_words]) that a push would write."""
 
     def measure_all(self) -> None:
         self.magnitudes.reset()

@@ -1,8 +1,8 @@
-"""Record, for each row of a sparse table, the last pass over the data in which it was pushed, to find unused features.
+"""Record the last pass over the data in which each row of a sparse table was pushed, to find unused features.
 
-A store records passes after the first :func:`begin_pass`. The last pass of a row is its *mark*, in unused bits of the
-index (:mod:`paceline.kernels.index`). Marks need no additional memory, except for rows of two words. With marks, these
-rows take as much memory as rows of three words.
+A store records passes after the first :func:`begin_pass`. A row's last pass is stored as its *mark*, in unused bits of
+the index (:mod:`paceline.kernels.index`). Marks need additional memory only for rows of two words, which then use as
+much as rows of three words.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def has_room_for_marks(store: SparseStore) -> bool:
 def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
     """Begin the pass `number` over the data.
 
-    At the first call, existing rows count as last pushed in pass `rows_of`. Marks repeat after 63 passes, so the caller
-    must erase rows that were not pushed for 63 passes. After a resume from a snapshot, `number` may be smaller than
-    before.
+    At the first call, pass `rows_of` becomes the last pass of existing rows. Marks repeat after 63 passes, so the
+    caller must erase rows that were not pushed for 63 passes. If the training was resumed from a snapshot, `number` may
+    be smaller than before.
     """
     assert has_room_for_marks(store)
     former, store.pass_number = store.pass_number, number
@@ -44,7 +44,7 @@ def note_push(store: SparseStore, keys: Keys) -> None:
 
 
 def last_passes(store: SparseStore, bucket: int, keys: Keys) -> npt.NDArray[np.float32]:
-    """Return the last pass in which each row was pushed. Erased rows count as pushed in the oldest recorded pass."""
+    """Return the last pass in which each row was pushed. For erased rows this is the oldest recorded pass."""
     _, exist = store.read_records(keys)
     ages = np.where(exist, 0, index.NUM_MARKS - 1)
     older = np.flatnonzero(exist)

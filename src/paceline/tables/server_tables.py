@@ -18,7 +18,7 @@ from paceline.tables.types import Floats
 
 
 class ServerTable:
-    """A server's part of a table, with the counters and the current definition of the table."""
+    """A server's part of a table, with its counters and the table's current definition."""
 
     __slots__ = (
         "declared",
@@ -34,14 +34,14 @@ class ServerTable:
     )
 
     def __init__(self, spec: TableSpec, part: TablePart) -> None:
-        self.declared = self.spec = spec  # `spec` changes with the hyperparameters, `declared` does not
+        self.declared = self.spec = spec  # `spec` has the current hyperparameters, `declared` the original ones
         self.part = part
         self.revision = 0
         """The number of the last change of hyperparameters; 0 before the first change."""
         self.staleness = StalenessRecord()
         self.pushes = self.pulls = self.dropped = self.non_finite = 0
         self.refused: dict[int, str] = {}
-        """The reason for which the sum of an iteration was rejected. It is kept for each worker until it is sent."""
+        """For each worker, the reason why the sum of an iteration was rejected. It is kept until it is sent."""
 
     def set_update(self, update: dict[str, Any], revision: int) -> None:
         self.part.set_update(from_fields(RULES, update))
@@ -63,7 +63,7 @@ class ServerTables:
         self.rank = rank
         self.memory = RowMemory() if memory is None else memory
         self.by_number: dict[int, ServerTable] = {}
-        self._erased: dict[int, tuple[int, list[tuple[Buckets, int]]]] = {}  # each sender's last erasure, with counts
+        self._erased: dict[int, tuple[int, list[tuple[Buckets, int]]]] = {}  # last erasure of each sender
 
     def find(self, number: int) -> ServerTable:
         table = self.by_number.get(number)
@@ -80,7 +80,7 @@ class ServerTables:
         return None if is_empty else Piece(piece.table, selection, floats)
 
     def note_erased(self, sender: int, sequence: int, buckets: Buckets, num_rows: int) -> None:
-        """Record the number of erased rows, so that a repeated request for this erasure gets an equal reply."""
+        """Record the number of erased rows, so that a repeated request for this erasure has the same reply."""
         last, parts = self._erased.get(sender, (0, []))
         self._erased[sender] = sequence, [*(parts if last == sequence else ()), (buckets, num_rows)]
 

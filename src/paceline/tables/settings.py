@@ -15,14 +15,14 @@ import numpy as np
 
 from paceline.errors import UsageError
 
-MAX_FLOAT32: Final = 3.4028234e38  # the largest float32 number, the type that kernels use
-TINY: Final = 5e-324  # the smallest positive float; as a lower bound it means "greater than 0"
+MAX_FLOAT32: Final = 3.4028234e38  # the largest number of float32, the type of kernels
+TINY: Final = 5e-324  # the smallest positive float: as a lower bound, it means "greater than 0"
 
 _Kind = TypeVar("_Kind")
 
 
 def check_bounds(settings: object, **bounds: tuple[float, float]) -> None:
-    """Raise UsageError unless every named field is a number within its inclusive bounds and finite as float32."""
+    """Raise UsageError unless each named field is a number within its bounds (inclusive) and finite as float32."""
     for name, (low, high) in bounds.items():
         value = getattr(settings, name)
         check_number(f"{type(settings).__name__}({name}={value!r})", value, low, high)
@@ -45,7 +45,7 @@ def _describe_range(low: float, high: float) -> str:
 
 
 def check_whole(settings: object, **bounds: tuple[int, int]) -> None:
-    """Raise UsageError unless every named field is an integer within its inclusive bounds; convert NumPy integers."""
+    """Raise UsageError unless each named field is an integer within its bounds (inclusive). Convert NumPy integers."""
     for name, (low, high) in bounds.items():
         value = getattr(settings, name)
         number = whole_number(f"{type(settings).__name__}({name}={value!r})", value, low, high)

@@ -1,8 +1,8 @@
-"""Record the changes of a table's part during snapshots: the changed buckets and the earlier values of their rows.
+"""Record changes of a table's part for snapshots: the changed buckets, and the earlier values of changed rows.
 
 When the first snapshot starts, :class:`WatchedPart` wraps the server's part of the table. (So a server without
-snapshots has no cost.) Before each write, the wrapper records the buckets that the write changes. If a snapshot of an
-earlier moment has not read these buckets yet, the wrapper first copies the rows that will change.
+snapshots has no cost.) Before each write, the wrapper records the buckets that the write changes. If the current
+snapshot has not read these buckets yet, the wrapper first copies the rows that will change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.tables.types import Floats, Keys
 
 
 class EarlierRows:
-    """The rows of a sparse table that have changed since the moment of a snapshot, with their values at this moment."""
+    """The rows of a sparse table that changed after a snapshot's moment, with their values at that moment."""
 
     def __init__(self, store: SparseStore, rule: UpdateRule) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class EarlierRows:
         self._seen.write_records(new, found.astype(np.float32))
 
     def restore(self, bucket: int, keys: Keys, records: Floats) -> tuple[Keys, Floats]:
-        """Return a bucket at the moment of the snapshot, given its current `keys` and `records`.
+        """Return a bucket as it was at the snapshot's moment, given its current `keys` and `records`.
 
         The method may change `records`, and can be called only once for each bucket.
         """
@@ -115,9 +115,9 @@ class WatchedPart:
 
     def __init__(self, part: TablePart) -> None:
         self.part = part
-        self._written: dict[SnapshotId, Buckets] = {}  # for each snapshot, the buckets that have not changed since
+        self._written: dict[SnapshotId, Buckets] = {}  # for each snapshot, the buckets that have not changed since then
         self.moment: Moment | None = None
-        """The earlier state of the table that the current snapshot reads; None if it reads the current rows."""
+        """The earlier state of the table, which the current snapshot reads; None if there is no such snapshot."""
 
     def unchanged_since(self, snapshot: SnapshotId) -> Buckets:
         return self._written.get(snapshot, 0)

@@ -1,4 +1,4 @@
-"""A store for sparse rows in one process: a thin Python layer over the kernels of the hash index and of rows.
+"""A store of sparse rows in one process: a thin Python layer over the kernels of the hash index and of rows.
 
 Servers' tables and predictions without a server use this store. It is not thread-safe.
 """
@@ -23,7 +23,7 @@ from paceline.tables.rules import SGD, UpdateRule, kernels
 from paceline.tables.types import Floats, Keys
 
 _GROWTH = 1.25
-_WIDE_GROWTH = 1.5  # a large factor, because reserved pages of wide rows use no memory before they are written
+_WIDE_GROWTH = 1.5  # large, because reserved pages of wide rows use no memory before they are written
 _LEAST_ROWS = 8
 _SMALL_ROWS = 1024
 _INLINE_WORDS = 3  # rows of up to 3 words (float32) are stored in the index
@@ -34,7 +34,7 @@ _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
 _WIDE_FILL = 0.5  # a lower share for wide rows, because their index is small compared with the rows
 _WITHOUT_MARKS = (4,)  # the sizes of entries (in words) that fill a line completely, without a word for marks
 _HEADER_LINES = 1
-_FEW_KEYS = 1000  # up to this number, counting the keys of each bucket is as fast as a check of memory limits
+_FEW_KEYS = 1000  # up to this number, counting each bucket's keys is as fast as a check of memory limits
 
 
 def _new_salt() -> int:
@@ -59,8 +59,8 @@ def _check_size(unit: str, rows: Floats, count: int, width: int) -> None:
 def _next_limit(bucket: int, count: int, growth: float) -> int:
     """Return the next size of a bucket. Small sizes double, and large sizes grow by the factor `growth`.
 
-    The sizes differ between buckets. With equal sizes, all buckets would grow during one request, because their numbers
-    of rows rise together.
+    The sizes differ between buckets. If sizes were equal, all buckets would grow during the same request, because all
+    buckets have about equally many rows.
     """
     phase = bucket * 0.6180339887498949 % 1.0
     if count < _SMALL_ROWS:
@@ -131,7 +131,7 @@ class SparseStore:
         self.directory[index.LINES + 1 : index.ROWS : 2] = 1
         self.directory[index.TAIL : index.SALT] = index.TAIL_LINES
         self.directory[index.SALT :] = index.FIRST_SALT
-        self._grown = np.zeros_like(self.directory)  # describes the new lines of a bucket while the bucket grows
+        self._grown = np.zeros_like(self.directory)  # describes a bucket's new lines while the bucket grows
 
     def __len__(self) -> int:
         return int(self.counts.sum())
@@ -158,10 +158,10 @@ class SparseStore:
     def reserve(self, keys: Keys) -> None:
         """Allocate memory for the rows of `keys`. Raises MemoryError if there is not enough, and then changes no row.
 
-        After this call, a push of `keys` does not run out of memory. (Only crafted keys, which overflow the spare lines
-        of a bucket, can still need memory.) The method does not check which keys already have rows, because this would
-        cost as much as the push. If there is enough memory, each bucket gets space for all its keys in `keys`. If the
-        system never rejects memory, this method does nothing.
+        After this call, a push of `keys` does not run out of memory, unless an attacker has chosen keys that overflow a
+        bucket's spare lines. The method does not check which keys already have rows, because this would cost as much as
+        the push. If there is enough memory, each bucket gets space for all its keys in `keys`. If the system never
+        rejects memory, this method does nothing.
         """
         if len(keys) > _FEW_KEYS and not self.memory.may_refuse():
             return
@@ -177,7 +177,7 @@ class SparseStore:
                 self._make_room(num_keys)
                 return
             except MemoryError:
-                del spare  # the freed memory is enough to shrink the buckets one after another
+                del spare  # now there is enough memory to shrink one bucket after another
                 self._take_back(limits)
         if self.memory.spilled_bytes:
             self.memory.read_ahead.read(self.directory, self.layout, keys)
@@ -295,7 +295,7 @@ class SparseStore:
                 yield self.bucket(bucket)
 
     def _grow(self, key: np.uint64) -> None:
-        """Give the bucket of `key` space for more rows, more spare lines or another hash salt, as it needs.
+        """Give the bucket of `key` more space for rows, more spare lines or another hash salt: the one that it needs.
 
         If there is not enough memory, nothing changes.
         """
@@ -333,7 +333,7 @@ class SparseStore:
             if index.rehash(directory[2 * bucket], num_old, self.layout, bucket, grown):
                 break
             tail *= 2
-            if attempt:  # even a longer tail was too short
+            if attempt:  # even the longer tail was too short
                 grown[index.SALT + bucket] = _new_salt()
         for at in (
             2 * bucket,

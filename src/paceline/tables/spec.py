@@ -1,4 +1,4 @@
-"""The definition of a table, which processes declare, and which models and snapshots store."""
+"""The definition of a table. Processes declare it, and models and snapshots store it."""
 
 from __future__ import annotations
 

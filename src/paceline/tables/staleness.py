@@ -19,12 +19,12 @@ _KEPT_VALUES = 4
 
 
 class StalenessRecord:
-    """The measured staleness of the gradients for one table on one server."""
+    """The staleness of one table's gradients, measured on one server."""
 
     def __init__(self) -> None:
         self.histogram = [0] * HISTOGRAM_SIZE
         self._applied = 0
-        self._own: dict[int, tuple[int, int]] = {}  # each worker's last iteration with pushes, and their number
+        self._own: dict[int, tuple[int, int]] = {}  # by worker: last iteration with pushes, and their number
         self._seen: dict[int, dict[int, int]] = {}
 
     def pulled(self, worker: int, clock: int) -> None:

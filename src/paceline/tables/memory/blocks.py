@@ -1,10 +1,10 @@
 """Memory for the rows of a server's sparse tables: blocks in memory up to a limit, then blocks in files.
 
 When a bucket of a table grows, its store requests a block from :class:`RowMemory`. A block above the limit is a memory
-mapping of a file without a name (``O_TMPFILE``, or deleted immediately). So no file remains, even if the process is
-killed. Kernels use the mapping like other memory. The system keeps a part of the file in free memory, and writes the
-rest to disk. The disk space is allocated together with the block, so a full disk is reported when a block is requested.
-Otherwise a later write to the mapping would end the process.
+mapping of a file without a name (``O_TMPFILE``, or a file that is deleted immediately). So no file remains, even if the
+process is killed. Kernels use the mapping like other memory. The system keeps parts of the file in free memory, and
+writes the rest to disk. The disk space is allocated together with the block, so a full disk is reported when a block is
+requested. Otherwise a later write to the mapping would kill the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.kernels.index import LINE_BYTES
 from paceline.tables.memory.limit import MemoryLimit, most_mappings, system_may_refuse
 from paceline.tables.memory.reading import ReadAhead
 
-_SMALL_BYTES: Final = 1 << 14  # smaller blocks stay in memory: a small table with 512 buckets should not use 512 files
+_SMALL_BYTES: Final = 1 << 14  # smaller blocks stay in memory: a small table should not use 512 files
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -35,7 +35,7 @@ _logger = logging.getLogger("paceline.tables")
 
 
 class SpillError(MemoryError):
-    """Raised if the folder for rows above the memory limit is full. No row has changed."""
+    """The folder for rows above the memory limit is full. No row has changed."""
 
 
 class RowBlock:
@@ -60,7 +60,7 @@ class RowMemory:
     def __init__(self, limit: MemoryLimit | None = None) -> None:
         self.limit = limit
         self.in_memory_bytes = 0
-        """The total size of the blocks in memory. Without a limit it is not counted, and is 0."""
+        """The total size of the blocks in memory. It is counted only if there is a limit; otherwise it is 0."""
         self.spilled_bytes = 0
         """The total size of the blocks in files."""
         self.read_ahead = ReadAhead()

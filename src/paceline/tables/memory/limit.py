@@ -45,9 +45,9 @@ _OVERCOMMITS: Final = _overcommits()
 
 
 def system_may_refuse() -> bool:
-    """Return whether the system may reject a block that is smaller than the machine's memory.
+    """Return whether the system may reject a block, although it is smaller than the machine's memory.
 
-    With its default settings, Linux rejects such a block only if the process has a resource limit. Other processes may
+    With its default settings, Linux rejects such a block only if the process has a resource limit. Another process may
     set this limit at any time.
     """
     return not _OVERCOMMITS or any(

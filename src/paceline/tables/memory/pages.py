@@ -22,7 +22,7 @@ _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", getatt
 _LINUX_NORESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", _LINUX_NORESERVE)
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
-_HUGE_LEAST_BYTES = 8 << 20  # a range that will be written gets huge pages of 2 MiB if it has at least this length
+_HUGE_LEAST_BYTES = 8 << 20  # if a range to be written has at least this length, it gets huge pages of 2 MiB
 _FORGET = getattr(mmap, "MADV_DONTNEED", None)
 
 
@@ -64,13 +64,13 @@ class Pages:
 
 
 class LazyFloats:
-    """An `array` (float32 [length]) of zeros, whose pages use memory only from their first write to :meth:`forget`.
+    """An `array` (float32 [length]) of zeros. A page uses memory only between its first write and :meth:`forget`.
 
     The constructor raises MemoryError if the system has no memory for the `used` elements that will be written first.
     """
 
     def __init__(self, length: int, used: int) -> None:
-        _map_pages(4 * used, _FLAGS).close()  # checks the memory, because the system never rejects the mapping below
+        _map_pages(4 * used, _FLAGS).close()  # this checks the memory: the system never rejects the mapping below
         self._map = _map_pages(4 * length, _FLAGS and _FLAGS | _NORESERVE)
         self.array: npt.NDArray[np.float32] = np.frombuffer(self._map, np.float32, length)
 

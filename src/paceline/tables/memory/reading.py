@@ -24,8 +24,8 @@ except ImportError:  # page faults are counted only on Unix
 
 NUM_THREADS: Final = 32
 _FEW_KEYS: Final = 64
-_WORTH: Final = 1 / 64  # above this number of waits for the disk per key, parallel reads save time
-_MEMORY: Final = 0.8  # the remembered number of waits per key decreases by this factor at each request
+_WORTH: Final = 1 / 64  # waits for the disk per key; above this number, parallel reads save time
+_MEMORY: Final = 0.8  # at each request, the recorded number of waits per key is multiplied by this factor
 
 
 class ReadAhead:
