@@ -3,14 +3,15 @@
     python benchmarks/compare.py old=../paceline-before new=. [--keys 1 1000] [--dims 1 16] [--replicas 0 1]
                                  [--servers 2] [--work push pull] [--blocks 40] [--seconds 0.05] [--json]
 
-A tree is a checkout (or its `src`). Pass one tree under two names to see the noise. The clusters of all trees run at
-the same time, but only one cluster works at a time: each cluster handles a block of requests, then all clusters do so
-in the opposite order. Other programs on the machine therefore slow all trees equally. So ratios are reliable even if
-times are not.
+A tree is a checkout (or its `src`). If you pass one tree under two names, the ratios show the noise. The clusters of
+all trees run at the same time, but only one of them works at any moment. In turn, each cluster handles a block of
+requests; then all do so in the opposite order. Other programs on the machine therefore slow all trees equally. So
+ratios are reliable even if times are not.
 
-The table has the median time of each tree, and its ratio to the first tree: the median over blocks, for the blocks'
-medians and for their fastest tenths. It also has the time on a core and the number of sleeps per request, for the
-client and for all servers. A waiting thread may poll for the reply instead of sleeping, which takes time on a core.
+The table has the median time of each tree, and two ratios to the first tree: the median over blocks of the ratio of
+medians, and of the ratio of the fastest tenths. It also has the processor time and the number of sleeps per request,
+for the client and for all servers. A waiting thread may poll for the reply instead of sleeping. This takes processor
+time.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from typing import Any
 
 ROWS = 200_000
 MAX_DRAWN_KEYS = 100_000
-"""The number of keys that are drawn in advance, so that small requests have different keys."""
+"""This number of keys is drawn in advance, so that small requests have different keys."""
 WARM = 3
-"""The first requests of each block, which are not measured."""
+"""The number of requests at the start of each block that are not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The cost of one request, over a block of requests. Times are in microseconds."""
+    """The mean cost of a request in a block. Times are in microseconds."""
 
     median: float
     fastest_tenth: float
@@ -88,7 +89,7 @@ class Tree:
 
 
 def compare(trees: list[Tree], options: argparse.Namespace, replicas: int) -> list[dict[str, Any]]:
-    """Measure all trees in turns, and print a line for each kind of request."""
+    """Measure all trees in turns. Print the results of each kind of request."""
     results = []
     for dim in options.dims:
         for keys in options.keys:
@@ -105,7 +106,7 @@ def compare(trees: list[Tree], options: argparse.Namespace, replicas: int) -> li
 
 
 def summarize(case: dict[str, Any], blocks: dict[str, list[Block]]) -> dict[str, Any]:
-    """Return the medians of every tree, and its ratios to the first tree."""
+    """Return each tree's medians, and its ratios to the first tree."""
     first = next(iter(blocks.values()))
     trees = {}
     for name, own in blocks.items():
@@ -210,7 +211,7 @@ def measure_block(
 
 
 def usage(processes: list[Any]) -> tuple[float, int]:
-    """Return the seconds on a core and the number of sleeps of some processes."""
+    """Return the processor time in seconds, and the number of sleeps, of some processes."""
     seconds, sleeps = 0.0, 0
     for process in processes:
         times = process.cpu_times()

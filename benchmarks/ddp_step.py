@@ -1,9 +1,9 @@
-"""One training step of DistributedDataParallel on Paceline and on Gloo, in turns in the same processes.
+"""Measure a step of DistributedDataParallel on Paceline and on Gloo, in turns in the same processes.
 
     python benchmarks/ddp_step.py [--ranks 2] [--rounds 8] [--json]
 
-The model is a perceptron of about 25 million parameters; every rank has 16 rows and one thread. It prints the
-median time of a step on each backend, and Gloo's time divided by Paceline's. The losses of both must be equal.
+The model is a perceptron of about 25 million parameters; every rank has 16 rows and one thread. The program prints the
+median time of a step on each backend, and Gloo's time divided by Paceline's. The losses on both backends must be equal.
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ the options after `--`. The peer is the best setting **on the test rows** of two
   divided by their root mean square, or replaced by logarithms.
 - Vowpal Wabbit with 3 settings, if it is installed.
 
-A program that does not know the test rows cannot choose this setting. The file `--peers` stores the peers' results.
-
-`--model` (fm, ffm, deepfm, dcn) trains this model and logistic regression, and prints the difference. There is no peer
-then. Numbers without names are written as columns for models that need columns.
+A program without access to the test rows cannot choose this setting. The file `--peers` stores the peers' results.
+`--model` (fm, ffm, deepfm, dcn) trains this model and a logistic regression, and prints the difference, without a peer.
+If the model needs columns, numbers without names are written as columns.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ vowpalwabbit.Workspace("-t --quiet -i vw.model -d test.vw -p scores.txt").finish
 LOGISTIC = "--loss_function logistic"
 VW_SETTINGS = ((LOGISTIC, 1), (LOGISTIC, 8), (f"{LOGISTIC} --ftrl", 4))
 PENALTIES = 10.0 ** np.arange(-4, 3)
-SMALL = 1_500_000  # pairs of feature and value; with more, L1 penalties are not tried
+SMALL = 1_500_000  # number of pairs (feature, value); with more pairs, L1 penalties are not tried
 TEST_ROWS = 20_000
 ALLOWED = 0.003
 
@@ -72,7 +71,7 @@ class Table:
         )
 
     def dense(self) -> Reals:
-        """Return the numbers of all rows, one column each; a column of zeros if there are none."""
+        """Return the numbers of all rows as columns. If there are none, return a column of zeros."""
         columns = list(self.numbers.values()) or [np.zeros(len(self.labels))]
         return np.column_stack(columns) if self.x is None else np.asarray(self.x, np.float64)
 
@@ -83,7 +82,7 @@ class Table:
         return Table(self.labels, None, {f"x{at}": column for at, column in enumerate(self.x.T)})
 
     def write(self, stem: Path) -> Path:
-        """Write a CSV file if there are columns, else a libsvm file; return its path."""
+        """Write a CSV file if there are columns, otherwise a libsvm file. Return its path."""
         if self.x is not None:
             path = stem.with_suffix(".libsvm")
             dump_svmlight_file(self.x, self.labels, str(path), zero_based=False)
@@ -112,7 +111,7 @@ def data_set(rows: int, test: int = TEST_ROWS) -> Callable[[Generator], Generato
 
 
 def draw(rng: np.random.Generator, margins: Reals, *, rate: float = 0.35, strength: float = 1.5) -> Any:
-    """Draw labels from margins scaled to a standard deviation of `strength`; about `rate` of the labels are 1."""
+    """Draw labels from margins, scaled to a standard deviation of `strength`. About the fraction `rate` is 1."""
     margins = (margins - margins.mean()) / margins.std() * strength
     low, high = -20.0, 20.0
     for _ in range(50):
@@ -305,7 +304,7 @@ def pair_sums(rng: np.random.Generator, codes: list[npt.NDArray[np.int64]]) -> R
 
 
 def pairs(rng: np.random.Generator, n: int, sizes: tuple[int, ...], share: float) -> Table:
-    """Return categories. Pairs of values explain a `share` of the margins' variance, single values the rest."""
+    """Return categories. Pairs of values explain `share` of the margins' variance. Single values explain the rest."""
     columns, margins = categories(rng, n, sizes)
     together = pair_sums(rng, [np.unique(column, return_inverse=True)[1] for column in columns.values()])
     margins = np.sqrt(1 - share) * margins / margins.std() + np.sqrt(share) * together / together.std()
@@ -372,7 +371,7 @@ def signed_logs(x: Reals) -> Reals:
 
 
 def designs(train: Table, test: Table) -> Iterator[tuple[Any, Any]]:
-    """Yield the matrices that a careful user of scikit-learn would try."""
+    """Yield the matrices that an experienced user of scikit-learn would try."""
     if train.x is not None and sp.issparse(train.x):
         scale = np.sqrt(train.x.multiply(train.x).mean(axis=0).A1)
         yield train.x, test.x
@@ -450,7 +449,7 @@ def train_with_defaults(train: Path, test: Path, options: list[str]) -> dict[str
 
 
 def compare_with_lr(name: str, model: str, options: list[str]) -> dict[str, Any]:
-    """Train a model and logistic regression; return the model's scores and its gain over logistic regression."""
+    """Train a model and a logistic regression. Return the model's scores, and how much better they are."""
     with tempfile.TemporaryDirectory(prefix="paceline-defaults-") as folder:
         tables = [table if model == "fm" else table.with_columns() for table in split(name)]
         train, test = (table.write(Path(folder, stem)) for table, stem in zip(tables, ("train", "test"), strict=True))

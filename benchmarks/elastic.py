@@ -2,14 +2,14 @@
 
     python benchmarks/elastic.py [faults] [cost] [balance] [--kills 5] [--steps 200]
 
-Two ranks train a model of 33 kB with AdamW. Each step sleeps, in place of a computation: 20 ms for the first two
-figures, 50 ms for the third one. For the last one, each rank sleeps 1 ms or 3 ms per sample, and a step has 64 samples.
-The program prints medians, with the smallest and the largest value:
+Two ranks train a model of 33 kB with AdamW. Each step sleeps instead of computing: 20 ms for the first two figures, 50
+ms for the third one. For the last figure, a step has 64 samples. One rank sleeps 1 ms per sample, and the other rank
+sleeps 3 ms. The program prints medians, with the smallest and the largest value:
 
 - from SIGKILL of one rank to the next committed step of the other rank;
 - the longest step of the old rank when the replacement joins, minus its median step;
-- the time of forward, backward and step in an elastic run, minus this time without ``--min-ranks``. Both runs are
-  repeated in turn;
+- the time of forward, backward and step in an elastic run, minus this time in a run without ``--min-ranks``. The two
+runs alternate;
 - the time of a step with a rank that is three times slower than the other one, without and with ``--balance``.
 """
 
@@ -64,12 +64,12 @@ PATIENCE_S = 120.0
 
 
 class Training:
-    """A run of the script; each rank writes the times of its steps to a file."""
+    """A run of the script. Each rank writes the times of its steps to a file."""
 
     def __init__(
         self, folder: Path, sleep_s: float, num_steps: int, *options: str, batch_size: int = 4, slowness: str = ""
     ) -> None:
-        """Start the run. With `slowness`, a factor of each rank, the ranks sleep `sleep_s` for each sample."""
+        """Start the run. If `slowness` has a factor per rank, each rank sleeps `sleep_s` times it for each sample."""
         self._folder = folder
         (folder / "script.py").write_text(SCRIPT)
         command = [sys.executable, "-m", "paceline", "run", "--strategy", "all-reduce", "--nproc-per-node", str(RANKS)]
@@ -78,7 +78,7 @@ class Training:
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def steps(self, rank: Path) -> list[tuple[float, float, int]]:
-        """Return begin, end and number of ranks of a rank's complete steps."""
+        """Return start, end and number of ranks of each complete step of a rank."""
         lines = rank.read_text().split("\n")[:-1]
         return [(float(line.split()[0]), float(line.split()[1]), int(line.split()[2])) for line in lines]
 
@@ -87,7 +87,7 @@ class Training:
         return sorted((path for path in self._folder.glob("* *")), key=lambda path: int(path.name.split()[0]))
 
     def wait_size(self, rank: Path, size: int, after_s: float) -> tuple[float, float]:
-        """Return begin and end of the rank's first step after a time with this number of ranks."""
+        """Return start and end of the rank's first step with this number of ranks that ends after a time."""
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s and self.process.poll() is None:
             for begun_s, ended_s, found in self.steps(rank):
@@ -98,7 +98,7 @@ class Training:
 
 
 def measure_faults(kills: int) -> tuple[list[float], list[float]]:
-    """Return the times to recover, and the pauses at joins, in seconds."""
+    """Return the recovery times, and the pauses when a rank joins, in seconds."""
     recoveries, pauses = [], []
     with tempfile.TemporaryDirectory() as name:
         training = Training(Path(name), 0.02, 1_000_000, *ELASTIC)
@@ -137,7 +137,7 @@ def measure_step(num_steps: int, *options: str) -> float:
 
 
 def measure_unequal(num_steps: int, *options: str) -> list[float]:
-    """Return the step times of two ranks of which one is three times slower, in seconds, after the first half."""
+    """Return the step times, in seconds, in the second half of a run with a rank that is three times slower."""
     options = (*ELASTIC, "--global-batch", str(GLOBAL_BATCH), *options)
     with tempfile.TemporaryDirectory() as name:
         training = Training(Path(name), 0.001, num_steps, *options, batch_size=GLOBAL_BATCH, slowness="1 3")

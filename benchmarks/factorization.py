@@ -4,10 +4,10 @@
     python benchmarks/factorization.py day1.tsv day2.tsv [--peers myfm,xlearn,torch] [--json]
 
 `paceline train --model lr` and `fm` run with their defaults. The peers get the features of Paceline, with consecutive
-numbers as keys. Each installed peer runs with several settings. A peer that does not know the test rows cannot choose
-the best of these settings. The peers are
+numbers as keys. Each installed peer runs with several settings. Without access to the test rows, the best of them
+cannot be chosen. The peers are
 
-- myFM: a Bayesian model, by Markov chain Monte Carlo, as libFM;
+- myFM: a Bayesian model, trained by Markov chain Monte Carlo like libFM;
 - xLearn: AdaGrad, with rows scaled to length 1;
 - a factorization machine in PyTorch, with Adam.
 """
@@ -80,13 +80,13 @@ def read_batch(path: Path) -> Batch:
 
 
 def without_rare(train: Rows, test: Rows, least: int) -> tuple[Rows, Rows]:
-    """Return the rows without the features that fewer than `least` training rows have."""
+    """Return the rows without features that occur in fewer than `least` training rows."""
     kept = np.flatnonzero(np.bincount(train.x.indices, minlength=train.x.shape[1]) >= least)
     return Rows(train.x[:, kept], train.labels), Rows(test.x[:, kept], test.labels)
 
 
 def run_myfm(train: Rows, test: Rows, settings: Settings) -> Reals:
-    """Return P(1) of the test rows by a Bayesian factorization machine; rank 0 is a probit regression."""
+    """Return P(1) of the test rows by a Bayesian factorization machine. If the rank is 0, it is a probit regression."""
     import myfm  # type: ignore[import-not-found, unused-ignore]
 
     train, test = without_rare(train, test, settings["min_count"])
@@ -108,13 +108,13 @@ def run_xlearn(train: Rows, test: Rows, settings: Settings) -> Reals:
                     words = " ".join(f"{key}:{value:.6g}" for key, value in zip(columns, values, strict=True))
                     file.write(f"{int(label)} {words}\n")
         command = [sys.executable, "-c", XLEARN, json.dumps(dict(settings))]
-        environment = {"USER": "user", **os.environ}  # xLearn exits without a user name
+        environment = {"USER": "user", **os.environ}  # xLearn exits if there is no user name
         subprocess.run(command, cwd=folder, check=True, capture_output=True, env=environment)
         return np.loadtxt(Path(folder, "predicted"))
 
 
 def run_torch(train: Rows, test: Rows, settings: Settings) -> Reals:
-    """Return P(1) of the test rows by a factorization machine with Adam. The penalty covers the rows of a minibatch."""
+    """Return P(1) of the test rows by a factorization machine with Adam. Only a minibatch's rows are penalized."""
     import torch
 
     train, test = without_rare(train, test, settings["min_count"])

@@ -96,8 +96,8 @@ def main() -> None:
         puller.is_over = True
         puller.join()
     print(
-        f"{options.kills} kills of one of {servers} servers: from the kill to the first pull that began behind it and "
-        f"was served, median {statistics.median(waits) * 1e3:.0f} ms, slowest {max(waits) * 1e3:.0f} ms"
+        f"{options.kills} kills of one of {servers} servers: from the kill to the end of the first successful "
+        f"pull that began after it, median {statistics.median(waits) * 1e3:.0f} ms, slowest {max(waits) * 1e3:.0f} ms"
     )
 
 

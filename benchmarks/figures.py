@@ -4,11 +4,12 @@
 
 A page has ``<!-- figures: COMMAND -->`` before a block and ``<!-- end of figures -->`` after it. The block becomes the
 output of the command, with the commit, the machine and its load. ``<!-- plot NAME: COMMAND -->`` draws the JSON lines
-of the command with ``benchmarks/plots.py`` as ``NAME.svg``. A block whose command fails stays unchanged, and the exit
-status is 1. ``ONLY`` selects the commands that contain a text.
+of the command with ``benchmarks/plots.py`` as ``NAME.svg``. If a command fails, its block stays unchanged and the exit
+status is 1. ``ONLY=TEXT`` runs only the commands that contain TEXT.
 
-In a command, ``show COMMAND`` prints the command before its output, ``$CRITEO``, ``$MNIST`` and ``$A9A`` are the
-paths of the data, and ``$DAYS`` is a directory with ``day1.tsv`` and ``day2.tsv``, of the Criteo sample or synthetic.
+In a command, ``show COMMAND`` prints the command before its output. ``$CRITEO``, ``$MNIST`` and ``$A9A`` are the paths
+of the data. ``$DAYS`` is a directory with ``day1.tsv`` and ``day2.tsv``, from the Criteo sample or from a synthetic
+log.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def fill(page: Path, only: str, days: str) -> list[str]:
 
 
 def replace_block(page: Path, opening: str, rest: str) -> None:
-    """Write a block after its opening. Another program may have changed the page since the command began."""
+    """Write a block after its opening marker. Read the page again, because it may have changed during the command."""
     text = page.read_text(encoding="utf-8")
     filled = BLOCK.sub(lambda block: opening + rest if block[1] == opening else block[0], text)
     page.write_text(filled, encoding="utf-8")

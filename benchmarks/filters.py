@@ -4,10 +4,10 @@
                                  [--filters CHAIN ...] [--consistency bounded:4] [--mbit 1000 100] [--json]
 
 The training is logistic regression by FTRL on four fifths of a Criteo log, with 1 server, over loopback. The AUC is for
-the last fifth. Bytes are the traffic between all workers and servers in both directions: in the first pass, and the
-mean of the later passes. The later passes are the difference between a training of all passes and a training of one
-pass. Seconds are for the training of all passes, the median of `runs`. On loopback bytes cost almost nothing, so these
-seconds show the cost of a filter and not its gain.
+the last fifth. Bytes are the traffic between all workers and servers in both directions, in the first pass and on
+average in later passes. Those of the later passes are the difference between a training of all passes and a training of
+one pass. Seconds are the time of a training of all passes, as the median of `runs`. On loopback, sending takes almost
+no time. So these seconds show the cost of a filter, not its benefit.
 
 `--mbit` repeats each training between hosts: the scheduler and the server on one host, the workers on another, with
 links of this speed (Mbit/s). The hosts are network namespaces, as in ``hosts.py``. This needs root, iproute2 and the
@@ -160,7 +160,7 @@ def train_between_hosts(folder: Path, chain: str, mbit: int, arguments: argparse
             trained = command(1, "train", folder / "train.tsv", *where, *options)
             report = subprocess.run(trained, check=True, capture_output=True, text=True, timeout=600).stdout
         finally:
-            processes[0].send_signal(signal.SIGINT)  # ends the cluster
+            processes[0].send_signal(signal.SIGINT)  # this ends the cluster
             for process in processes:
                 process.wait(60)
     seconds: float = json.loads(report)["seconds"]
@@ -168,7 +168,7 @@ def train_between_hosts(folder: Path, chain: str, mbit: int, arguments: argparse
 
 
 def print_line(found: dict[str, Any], plain: dict[str, Any], as_json: bool, *, is_first: bool) -> None:
-    """Print a line with the ratios to the result without filters."""
+    """Print a line with the ratios to the result `plain`, which has no filters."""
     if as_json:
         print(json.dumps(found), flush=True)
         return

@@ -1,13 +1,13 @@
-"""Compare strategies on one CUDA device with PyTorch alone: time of a step, peak memory, last loss.
+"""Compare strategies with PyTorch alone on one CUDA device: time of a step, peak memory, last loss.
 
     make gpu [GPU_PYTHON=python3]
     python benchmarks/gpu.py [--json FILE] [--docs FILE] [--only TEXT] [--rounds 1]
 
 There are two models, both in float32 with SGD: a perceptron with 25 million parameters, and a model with an embedding
-of 16 million. Every contender trains on the same batches in its own processes, so that the peak memory is its own. With
-two ranks, each rank has half of the batch. The time of a step is the median of 30 steps after 5 steps of warm-up, with
-a synchronization of the device after each step. The table shows the median of the rounds. ``--device cpu`` runs a small
-version of everything, to test this program.
+of 16 million. Each contender trains on the same batches. It has its own processes, so that its peak memory can be
+measured. With two ranks, each rank has half of the batch. The time of a step is the median of 30 steps after 5 steps of
+warm-up. The device is synchronized after each step. The table shows the median of the rounds. ``--device cpu`` runs a
+small version of everything, to test this program.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SMALL = Sizes(widths=(8, 16, 4), rows=8, num_keys=100, dim=4, keys_per_row=2, wa
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to train: `prepare` returns the model and optimizer of one rank."""
+    """A way to train. `prepare` returns the model and the optimizer of one rank."""
 
     name: str
     prepare: Prepare
@@ -192,7 +192,7 @@ def run_rank(rank: int, number: int, sizes: Sizes, device_name: str, folder: str
 
 
 def run_contender(number: int, sizes: Sizes, device: str) -> dict[str, Any]:
-    """Train once; return the median step, the ranks' mean loss, and the sum of their peak memory."""
+    """Train once. Return the median time of a step, the ranks' mean loss, and the sum of their peak memory."""
     contender = CONTENDERS[number]
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-gpu-"))
@@ -274,7 +274,7 @@ def measure(names: list[str], sizes: Sizes, device: str, num_rounds: int) -> dic
             try:
                 found[contender.name].append(run_contender(number, sizes, device))
                 print(time.strftime("%X"), contender.name, found[contender.name][-1], file=sys.stderr, flush=True)
-            except Exception:  # measure the other contenders; the exit status reports the failure
+            except Exception:  # continue with the other contenders; the exit status reports the failure
                 errors[contender.name] = traceback.format_exc()
                 print(f"{contender.name} failed:\n{errors[contender.name]}", file=sys.stderr, flush=True)
     contenders = []

@@ -3,9 +3,10 @@
     sudo python benchmarks/hosts.py [--mbit 200] [--bytes 8000000] [--hosts 2 4 8]
 
 The hosts are network namespaces. Each host has a full-duplex link to one switch (a bridge), which ``tc`` limits in both
-directions. Each algorithm, and Gloo if torch is installed, runs the same all-reduce on the same links, in turns. The
-prediction is from the α-β-γ model, with constants that the group measured on these links. The last column is the ratio
-to the lowest possible time if all ranks send equally: 2 (p - 1) / p n / B. Needs root, iproute2 and the kernel's tbf.
+directions. Each algorithm, and Gloo if torch is installed, runs the same all-reduce on the same links in turns. The
+α-β-γ model, with constants that the group measured on these links, makes the prediction. The last column is the ratio
+to the lowest possible time if all ranks send equally much: 2 (p - 1) / p n / B. Needs root, iproute2 and the kernel's
+tbf.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def ip(*words: object) -> None:
 
 @contextlib.contextmanager
 def network(num_hosts: int, mbit: int) -> Iterator[list[str]]:
-    """Create hosts and their switch; yield the names of the namespaces."""
+    """Create hosts and their switch. Yield the names of the namespaces."""
     tag = f"pl{os.getpid() % 10000}"
     names = [f"{tag}h{number}" for number in range(num_hosts)]
     limit = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms")
@@ -61,7 +62,7 @@ def network(num_hosts: int, mbit: int) -> Iterator[list[str]]:
 
 
 def run_rank(rank: int, size: int, num_bytes: int) -> None:
-    """Run one rank; rank 0 prints the results as one JSON object."""
+    """Run one rank. Rank 0 prints the results as one JSON object."""
     import numpy as np
 
     from paceline import collectives
@@ -107,7 +108,7 @@ def run_rank(rank: int, size: int, num_bytes: int) -> None:
 
 
 def measure(num_hosts: int, mbit: int, num_bytes: int) -> dict[str, Any]:
-    """Run one rank per host; return the JSON object of rank 0."""
+    """Run one rank per host. Return the JSON object of rank 0."""
     with network(num_hosts, mbit) as names:
         tag = names[0][:-2]
         processes = []

@@ -24,7 +24,7 @@ from tests.reference.rule_cases import SPARSE_CASES, SparseCase
 
 from paceline.tables.compile import compile_kernels, is_compiled
 
-_BUDGET_S = 0.2  # per measurement, after the first round
+_BUDGET_S = 0.2  # limit of a measurement's time after the first round
 
 
 @dataclass
@@ -75,7 +75,7 @@ def sparse_results(only: str, rounds: int) -> Iterator[Result]:
 
 
 def table_results(case: SparseCase, rounds: int) -> Iterator[Result]:
-    """Yield the times of filling a table, of pulls and of pushes."""
+    """Yield measurements of filling a table, of pulls and of pushes."""
     keys, batch, grads = case.batches()
     all_grads, out = np.resize(grads, len(keys) * case.dim), np.empty_like(grads)
     store, twin = case.store(), case.twin()

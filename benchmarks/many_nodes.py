@@ -1,14 +1,14 @@
 """Simulate the scheduler of a cluster of thousands of nodes.
 
-``python benchmarks/many_nodes.py`` runs the scheduler's protocol with 4,000 and 10,000 nodes in virtual time: all nodes
-join, send heartbeats, one worker leaves, a switch with 400 workers fails and works again, all servers are replaced
-(a fifth of them at a time), and the scheduler is restarted. The nodes have no tables, and a server needs 0.5 s to fill
-a replica.
+``python benchmarks/many_nodes.py`` runs the scheduler's protocol with 4,000 and 10,000 nodes in virtual time. All nodes
+join and send heartbeats. One worker leaves. A switch with 400 workers fails and works again. All servers are replaced,
+a fifth of them at a time. Finally the scheduler is restarted. The nodes have no tables, and a server needs 0.5 s to
+fill a replica.
 
-The scheduler handles one message at a time. Each message takes the processor time that the scheduler's protocol and
-the encoding of its messages need on this machine, and the transmission of its bytes at 1 Gbit/s. Latencies are 0.25 to
-0.75 ms, and up to 20 ms for 2% of the messages. All bytes are those of encoded messages with the headers of their
-frames, without the handshakes of connections and TCP.
+The scheduler handles one message at a time. The time of a message consists of the processor time for protocol and
+encoding, measured on this machine, and the transmission of its bytes at 1 Gbit/s. Latencies are 0.25 to 0.75 ms, and up
+to 20 ms for 2% of the messages. Bytes are counted for encoded messages and the headers of their frames, but not for
+handshakes of connections and for TCP.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ BYTES_PER_S: Final = 125e6
 FILL_S: Final = 0.5
 SWITCH_NODES: Final = 400
 HOST: Final = "0f8b3a52-5d0e-4c19-9f6e-2f4d6a1b7c3d/pid:[4026531836]"
-"""The identity of a host has this length."""
+"""A text with the typical length of a host's identity."""
 
 
 class BusyScheduler(SimulatedScheduler):
-    """A scheduler whose work and transmissions take time, and are counted."""
+    """A scheduler whose work and transmissions take virtual time. They are counted."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.cpu_s = 0.0
@@ -102,14 +102,14 @@ class BusyScheduler(SimulatedScheduler):
         self.world.at(self._sent_s, instruction.peer.send, instruction)  # type: ignore[attr-defined]
 
     def _count(self, message: Any, num_bytes: int) -> float:
-        """Count a message; return the time of its transmission."""
+        """Count a message. Return the time of its transmission."""
         self.num_messages[type(message)] += 1
         self.num_bytes[type(message)] += HEADER_BYTES + num_bytes
         return (HEADER_BYTES + num_bytes) / BYTES_PER_S
 
 
 class SharedState(MemberState):
-    """Applies each change of a view once for all nodes that have the same view."""
+    """Applies each change of a view only once for all nodes with the same view."""
 
     applied: ClassVar[dict[tuple[int, int], tuple[Any, ...]]] = {}
 
@@ -133,7 +133,7 @@ class Node(SimulatedNode):
         self.state = SharedState(NUM_BUCKETS)
         self.identity = ProcessIdentity(HOST, self.number, self.number)
         self.at_death.append(partial(self.network.ended, self))
-        self._fills: dict[tuple[int, int], float] = {}  # target and bucket → end of the fill
+        self._fills: dict[tuple[int, int], float] = {}  # (target, bucket) → end of the filling
 
     @override
     def view_changed(self, view: View) -> None:
@@ -190,7 +190,7 @@ class Simulation:
         started = []
         for _ in range(count):
             self._num_started += 1
-            # The name is the address too: both together are as long as the name and the addresses of a process.
+            # The name is also the address. Together they are as long as the name and the addresses of a real process.
             name = f"{role.value}-ip-10-0-{self._num_started:05}-".ljust(30 if role is Role.WORKER else 90, "x")
             started.append(Node(name, self.around, role, is_extra=is_extra))
         self.nodes[role] += started
@@ -209,7 +209,7 @@ class Simulation:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Print the costs of a phase. All costs of a scheduler that starts in the phase count."""
+        """Print the costs of a phase. If a scheduler starts in the phase, all its costs count."""
         former, began_s = self.scheduler, self.world.time_s
         before = former.cpu_s, former.num_messages.total(), former.num_bytes.total()
         yield
@@ -234,7 +234,7 @@ class Simulation:
 
 
 def memory_of(root: Any) -> int:
-    """Return the size of all objects that an object refers to, without connections."""
+    """Return the size of all objects that an object refers to, except connections."""
     seen, todo, size = set(), [root], 0
     while todo:
         found = todo.pop()
@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="*", default=[4000, 10_000])
     parser.add_argument("--servers", type=int, default=50)
     options = parser.parse_args()
-    gc.disable()  # the simulated nodes are not the scheduler's objects
+    gc.disable()  # simulated nodes do not belong to the scheduler
     for nodes in options.nodes:
         simulate(nodes, options.servers)
 

@@ -1,8 +1,8 @@
 """Measure the scheduler's cost when many processes join at the same time, and when one process leaves.
 
-``python benchmarks/membership.py`` runs a scheduler, 4 servers and 2,000 workers in one process. The members only have
-connections to the scheduler: there are no tables and no data. The program prints the time until all members were
-admitted and the bytes from the scheduler, and both figures for one worker that leaves.
+``python benchmarks/membership.py`` runs a scheduler, 4 servers and 2,000 workers in one process. The members are only
+connected to the scheduler. There are no tables and no data. The program prints the time until all members are admitted,
+and the bytes that the scheduler sends. It prints both figures again for one worker that leaves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_OPENING = 64  # connections that are opened at the same time
 
 
 class Node(Handler):
-    """A member without tables: it registers, and acknowledges views."""
+    """A member without tables. It registers and acknowledges views."""
 
     def __init__(self, role: str, rank: int) -> None:
         self.role, self.rank = role, rank
@@ -34,13 +34,13 @@ class Node(Handler):
         """Connect and register."""
         name = f"{self.role}-{self.rank}"
         peer = await transport.open(self, scheduler, Hello(role=self.role, name=name))
-        address = scheduler if self.role == "server" else None  # a server needs an address, which nothing uses here
+        address = scheduler if self.role == "server" else None  # required, but not used here
         message = messages.Register(node=name, role=Role(self.role), rank=self.rank, address=address)
         peer.send(*frame_parts(CALL, request=1, meta=messages.encode(message)))
         return peer
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Count views, and acknowledge views to prepare."""
+        """Count views. Acknowledge those that are to be prepared."""
         if header.kind == RESULT:
             self.welcomed.set()
         elif header.kind == NOTICE:
@@ -73,7 +73,7 @@ async def measure(num_workers: int) -> None:
     began = time.perf_counter()
     peers[-1].send(*frame_parts(NOTICE, meta=messages.encode(messages.Leave())))
     views = sum(node.views for node in nodes[:SERVERS])
-    while sum(node.views for node in nodes[:SERVERS]) < views + 2 * SERVERS:  # prepared and committed
+    while sum(node.views for node in nodes[:SERVERS]) < views + 2 * SERVERS:  # views are prepared and committed
         await asyncio.sleep(0.001)
     left_s, left_bytes = time.perf_counter() - began, bytes_received(peers) - joined_bytes
     print(

@@ -1,11 +1,11 @@
-"""Measure the memory of a sparse row, and the delay of a push in which buckets grow.
+"""Measure the memory of a sparse row, and the delay of a push while buckets grow.
 
     python benchmarks/memory.py [--rows 10000000] [--keys 10000] [--json]
 
 Each table is filled in a new process, with the memory settings of a local cluster's servers. Each push has new random
-keys, and reserves memory for them first. Bytes per row are the growth of the process's resident memory, divided by the
-number of rows. The next column is the plain size of key, value and state. The last columns show the longest push, and
-the longest time that a push spent on growing buckets. There is no network.
+keys. Memory for them is reserved before the push. Bytes per row are the growth of the process's resident memory,
+divided by the number of rows. The next column is the size of only key, value and state. The last columns show the
+longest push, and the longest time that a push spent on growing buckets. The network is not used.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def measure(case: str, rows: int, keys_per_push: int) -> Result:
 
 
 def measure_in_fresh_process(case: str, rows: int, keys_per_push: int) -> Result:
-    """Call :func:`measure` in a new process, whose memory is unused."""
+    """Call :func:`measure` in a new process."""
     command = [sys.executable, __file__, "--rows", str(rows), "--keys", str(keys_per_push), "--case", case]
     done = subprocess.run(command, env={**MALLOC, **os.environ}, stdout=subprocess.PIPE, text=True, check=True)
     return Result(**json.loads(done.stdout))

@@ -6,11 +6,11 @@
 
 The first command trains the same models (1f1b, 8 microbatches) in the same processes in turns, with one thread each.
 Rank 0 also trains the whole model alone. The command prints the median milliseconds of a step, and the efficiency. It
-also prints two bounds of the efficiency:
+also prints two upper bounds of the efficiency:
 
 - the bound for equal stages, free transfers and cores that do not share memory: 1 - (p - 1)/(m + p - 1);
-- the bound of this machine: the first bound, with the measured speed of the stages when all processes compute at the
-  same time, without messages.
+- the bound of this machine: the first bound, computed with the speed of the stages when all processes compute at the
+same time and send no messages.
 
 ``--losses`` compares 50 losses with the losses of one process. ``--predictions`` compares predicted and measured steps.
 """
@@ -65,7 +65,7 @@ def perceptron_block(width: int) -> Callable[[], nn.Module]:
 WORKLOADS = {
     "transformer": Workload(transformer_block, 8, (32, 64, 320)),  # 10 million parameters
     "mlp": Workload(perceptron_block(1772), 8, (256, 1772)),  # 25 million
-    "small": Workload(perceptron_block(64), 8, (64, 64)),  # measures the overhead
+    "small": Workload(perceptron_block(64), 8, (64, 64)),  # so small that the overhead is measured
 }
 
 

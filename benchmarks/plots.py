@@ -26,7 +26,7 @@ def draw_lines(lines: dict[str, list[tuple[float, float]]], x: str, y: str, path
 
 
 def push_and_pull(rows: Rows, path: Path) -> None:
-    """Draw the time of push and pull by keys, for dim 1, with the time of an echo of the same bytes."""
+    """Plot the time of push and pull against the number of keys, for dim 1, and the time of an echo of equal size."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["dim"] == 1 and row["work"] in {"push", "pull"}:
@@ -36,7 +36,7 @@ def push_and_pull(rows: Rows, path: Path) -> None:
 
 
 def all_reduce(rows: Rows, path: Path) -> None:
-    """Draw the time of all-reduce by bytes for each library."""
+    """Plot the time of all-reduce against its bytes, for each library."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         lines.setdefault(row["peer"], []).append((row["bytes"], row["median_us"]))
@@ -44,7 +44,7 @@ def all_reduce(rows: Rows, path: Path) -> None:
 
 
 def staleness_and_speed(rows: Rows, path: Path) -> None:
-    """Draw speed against the mean staleness of each consistency."""
+    """Plot the speed against the mean staleness, for each consistency."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for row in rows:
         axes.scatter(row["staleness"]["mean"], row["examples_per_s"])
@@ -63,4 +63,4 @@ PLOTS: dict[str, Callable[[Rows, Path], None]] = {
     "all_reduce": all_reduce,
     "staleness_and_speed": staleness_and_speed,
 }
-"""Functions by the plot's name in the markers of the pages."""
+"""The functions, by the name of the plot in the pages' markers."""

@@ -1,13 +1,13 @@
-"""Compare the delayed block proximal gradient solver with scikit-learn's liblinear: same L1 objective, same rows.
+"""Compare the delayed block proximal gradient solver with scikit-learn's liblinear on the same L1 objective and rows.
 
     pip install scikit-learn
     python benchmarks/proximal_blocks.py [--workers 2] [--servers 1] [--max-delay 0] [--rows 40000] [FILE ...]
 
 The default files are a9a, agaricus and Criteo in the test data (PACELINE_TEST_DATA). The first `--rows` rows of each
-file are used. Both solvers minimize Σ log loss + λ Σ|w|. liblinear also penalizes the intercept; a large
-`intercept_scaling` makes this penalty small. For both solvers, the intercept is then fitted again, and the objective is
-computed without a penalty on the intercept. Paceline's time is from the first byte read to the last pass, on processes
-of this machine. liblinear's time is for `fit` alone, with the data in memory.
+file are used. Both solvers minimize Σ log loss + λ Σ|w|. liblinear also penalizes the intercept. A large
+`intercept_scaling` makes this penalty small. Afterwards the intercept is fitted again for both solvers, and the
+objective is computed without a penalty on it. Paceline's time is from the first byte read to the last pass, on
+processes of this machine. liblinear's time is only that of `fit`, with the data already in memory.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@
 
 There are five cases. `parse` reads the text in one process, in minibatches of 256, and `read` reads the converted file
 in the same way. `convert` is the conversion. `train` is logistic regression with 1 server and 1 worker and `--epochs`
-passes, from the first byte read to the last update applied. The later passes of `train, text` read the cache. Results
+passes, from the first byte read to the last update applied. In `train, text`, later passes read the cache. Results
 are medians. They depend on other programs on the machine, so note its load (`uptime`).
 
     python benchmarks/reading.py --stream 100000000
 
 This command trains logistic regression for one pass over this number of rows. The data are a converted log of at most a
-million generated rows, with as many links to the file as necessary. *memory* is the maximum of the worker's own memory
-in the first and in the last tenth of the training, without the pages of the mapped file. If both are about equal, the
-worker streams the data.
+million generated rows. As many links to this file as necessary are read. *memory* is the maximum of the worker's
+memory, without the pages of the mapped file, in the first and in the last tenth of the training. If both are about
+equal, the worker does not keep the data in memory.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def find_text(data: Path | None, folder: Path) -> Path:
-    """Return the data as a plain file: the given one, the test data's sample, or a generated log."""
+    """Return an uncompressed file: the given one, the sample of the test data, or a generated log."""
     shared = Path(os.environ.get("PACELINE_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
     if data is None and (shared / "criteo" / "train.tsv.gz").exists():
         data = shared / "criteo" / "train.tsv.gz"

@@ -1,9 +1,9 @@
 """Measure the cost of a replica, and the delay of workers while a server joins.
 
-``python benchmarks/replication.py`` has two parts. The first part compares one copy with a replica: median times of
-pushes (with their acknowledgement) and pulls, on two servers, for rows of dim 16 with Adagrad, in turns. In the second
-part a third server joins a cluster with 10^6 rows while a worker pushes and pulls. It prints the worker's rate before
-and during the move, the longest request, and the number of buckets that moved.
+``python benchmarks/replication.py`` has two parts. The first part measures pushes (until their acknowledgement) and
+pulls, in turns without and with a replica. It prints the median times on two servers, for rows of dim 16 with Adagrad.
+In the second part a third server joins a cluster with 10^6 rows while a worker pushes and pulls. This part prints the
+worker's rate before and during the move, the longest request, and the number of moved buckets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIM = 16
 ROWS = 1_000_000
 TURNS = 3
 WARM = 5
-"""The first requests of each turn, which are not measured."""
+"""The number of requests at the start of each turn that are not measured."""
 
 
 def open_rows(client: Client) -> SparseTable:

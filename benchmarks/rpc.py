@@ -2,9 +2,9 @@
 
     python benchmarks/rpc.py [--rounds 15] [--calls 200] [--json]
 
-Each library has two processes: one calls, the other replies. In every round both libraries make the same calls, one
-library after the other. The table has the median of the rounds' medians, and the median of the rounds' ratios. Other
-programs on the machine hardly change the ratios. The tensors are float32 on the CPU. Needs torch.
+Each library has two processes: one makes calls, and the other replies. In each round, both libraries make the same
+calls, one library after the other. The table has the median of the rounds' medians, and the median of the rounds'
+ratios. Other programs on the machine hardly change the ratios. The tensors are float32 on the CPU. Needs torch.
 """
 
 from __future__ import annotations

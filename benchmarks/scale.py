@@ -5,17 +5,17 @@
 One server process and one client run. The client pushes 100,000 keys at a time (FTRL, dim 1) and waits for each push.
 The program prints ten lines, each after a tenth of the rows:
 
-- the growth of the server's resident memory per row, and its ratio to the 20 bytes of key, value and state. The pages
-  of mapped files are not part of it; *file* shows them.
-- new keys per second, and known keys per second: random keys that already have a row, 3 million pushed and 3 million
-  pulled.
+- the growth of the server's resident memory per row, and its ratio to the 20 bytes of key, value and state. It does not
+include the pages of mapped files; *file* shows them.
+- new keys per second, and known keys per second. Known keys are random keys that already have a row; 3 million of them
+are pushed, and 3 million are pulled.
 - the median and the longest push of new keys since the last line. Buckets grow in these pushes.
 
 Then the program takes a snapshot, and loads it into a new cluster with verified checksums.
 
-With --memory-limit the server stores further rows in files. The columns of known keys show how much slower this is. The
-result is meaningful only if memory is short. So run the program with about 400 MB more than the limit, for example with
-``systemd-run --scope -p MemoryMax=1400M``.
+If --memory-limit is given, the server stores the rows above this limit in files. The columns of known keys show how
+much slower this is. The result is meaningful only if memory is short. So run the program with about 400 MB more than
+the limit, for example with ``systemd-run --scope -p MemoryMax=1400M``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from paceline.storage.snapshot_directory import read_newest
 BARE_BYTES = 8 + 3 * 4
 KEYS = 100_000
 NUM_LINES = 10
-NUM_KNOWN = 30  # pushes and pulls of keys that have a row, for each line
+NUM_KNOWN = 30  # for each line: pushes and pulls of keys that already have a row
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -74,7 +74,7 @@ def keys_of(numbers: np.ndarray) -> np.ndarray:
 
 
 def resident(server: psutil.Process) -> tuple[int, int]:
-    """Return a process's resident bytes: its own memory, and pages of mapped files."""
+    """Return a process's resident bytes: those of its own memory, and those of mapped files."""
     found = server.memory_info()
     return found.rss - found.shared, found.shared
 
@@ -86,7 +86,7 @@ def push(table: SparseTable, keys: np.ndarray, grads: np.ndarray) -> float:
 
 
 def fill(table: SparseTable, server: psutil.Process, first: int, rows: int, before: tuple[int, int]) -> Line:
-    """Push new keys for features `first` to `rows`, then push and pull known keys; return the measurements."""
+    """Push new keys for features `first` to `rows`, then push and pull known keys. Return the measurements."""
     random = np.random.default_rng(first)
     grads = random.standard_normal((KEYS, 1), np.float32)
     times = [push(table, keys_of(np.arange(at, min(at + KEYS, rows))), grads) for at in range(first, rows, KEYS)]
@@ -112,7 +112,7 @@ def fill(table: SparseTable, server: psutil.Process, first: int, rows: int, befo
 
 
 def snapshot(client: Client, table: SparseTable, rows: int, directory: Path) -> tuple[float, float]:
-    """Take a snapshot during pushes of known keys; return its seconds and the seconds of the longest push."""
+    """Take a snapshot during pushes of known keys. Return its seconds and those of the longest push."""
     random = np.random.default_rng(1)
     grads = np.full((KEYS, 1), 0.5, np.float32)
     coordinator, times = SnapshotCoordinator(client, directory), [0.0]

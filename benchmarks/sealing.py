@@ -1,12 +1,12 @@
-"""Measure the cost of the tags of frames between hosts without TLS.
+"""Measure the cost of the authentication tags in frames between hosts without TLS.
 
     sudo python benchmarks/sealing.py [--mbit 1000] [--bytes 100 1000000 24000000] [--rounds 40]
 
 The hosts are network namespaces with a limited link. A step is one frame to a server and one frame of the same size
 back, like a push of gradients and a pull of parameters. Steps alternate between two connections. The frames of one
-connection are sealed. Both ends of the other connection are made to see equal bindings, so its frames are not sealed.
-The cost is the ratio of the medians, and the ratio of the best times, which is more reliable if other programs run.
-Needs root, iproute2 and the kernel's tbf.
+connection are sealed. For the other connection, both ends are given equal bindings, so its frames are not sealed.
+The cost is the ratio of the medians, and the ratio of the best times. The latter is more reliable if other programs
+run. Needs root, iproute2 and the kernel's tbf.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TIMEOUT_S = 60.0
 
 
 def use_equal_bindings() -> None:
-    """Make both ends of every later connection see equal bindings, so that frames are not sealed."""
+    """Give both ends of each later connection equal bindings, so that its frames are not sealed."""
     for module in (sealing, client):
         module.socket_binding = lambda connected, *, connecting: b"the same"  # type: ignore[attr-defined]
 

@@ -1,7 +1,7 @@
-"""Measure the latency of predictions over HTTP: `paceline serve` with a click model, at a steady rate of requests.
+"""Measure the latency of predictions over HTTP by `paceline serve` with a click model, at a steady rate of requests.
 
-Requests are sent at fixed times, even if earlier requests have no reply yet. So if the server stalls, the latencies
-include the wait of all delayed requests (no coordinated omission). Server and client are separate processes.
+Requests are sent at fixed times, even if earlier requests have no reply yet. So if the server pauses, the delays of all
+waiting requests are measured (no coordinated omission). Server and client are separate processes.
 
 python benchmarks/serving.py --rate 1000 --rows 10 --seconds 30 [--json]
 """
@@ -35,7 +35,7 @@ _BODIES = 500
 class Connection(asyncio.Protocol):
     """A connection that sends requests one after the other.
 
-    A latency is the time from the scheduled time of a request to its reply.
+    A request's latency is the time from its scheduled time to its reply.
     """
 
     def __init__(self, latencies: list[float]) -> None:
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
 async def send_requests(
     port: int, requests: list[bytes], rate: float, seconds: float, num_connections: int
 ) -> list[float]:
-    """Send requests at a rate over several connections; return the latencies in seconds."""
+    """Send requests at a rate over several connections. Return the latencies in seconds."""
     latencies: list[float] = []
     loop = asyncio.get_running_loop()
     connections = [
@@ -92,7 +92,7 @@ async def send_requests(
         due = start + number / rate
         while (wait := due - time.perf_counter()) > 0:
             await asyncio.sleep(wait if wait > 0.002 else 0)
-        first = number % num_connections  # in turn, because the server closes idle connections
+        first = number % num_connections  # use all connections in turn, because the server closes idle ones
         in_turn = [*connections[first:], *connections[:first]]
         connection = next((candidate for candidate in in_turn if candidate.is_idle), in_turn[0])
         connection.send(due, requests[number % len(requests)])
@@ -102,7 +102,7 @@ async def send_requests(
 
 
 def make_requests(data: Path, num_rows: int) -> list[bytes]:
-    """Return requests of rows of a Criteo file."""
+    """Return requests with rows of a Criteo file."""
     requests: list[bytes] = []
     with open(data, encoding="utf-8") as lines:
         for _ in range(_BODIES):

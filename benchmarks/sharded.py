@@ -3,9 +3,9 @@
     paceline run --strategy sharded --nproc-per-node 2 benchmarks/sharded.py
 
 All contenders train the same perceptron of 25 million parameters (6 layers, Adam, 16 rows per process) in the same
-processes, in turns, with one thread each. Over Gloo, each layer is also a unit, and PyTorch's optimizer updates the
-shards. The program prints the median milliseconds of a step, and the memory of parameters, gradients and optimizer
-state in a process, in MB.
+processes, in turns, with one thread each. With ``fully_shard``, each layer is also a unit, and PyTorch's optimizer
+updates the shards. The program prints the median milliseconds of a step, and the memory of parameters, gradients and
+optimizer state in a process, in MB.
 """
 
 from __future__ import annotations

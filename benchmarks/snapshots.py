@@ -4,12 +4,12 @@
 
 One server process and one worker run. The worker pushes without a pause (Adagrad) and waits for each push.
 `longest_ms` is the longest push during the snapshot. `usual_longest_ms` is the longest push in three seconds without a
-snapshot. `floor_mb_per_s` is the disk's own rate: a plain loop writes and syncs the same number of bytes, in files of
+snapshot. `floor_mb_per_s` is the rate of the disk alone: a loop writes and syncs the same number of bytes, in files of
 the same size, in the same folder.
 
-The recovery is the time from the directory's name to the last row in a new cluster with as many servers, without the
-start of the cluster. Checksums are verified twice: before the first row is loaded, and by the server. Then everything
-is repeated under sequential consistency, where the server copies a row before it changes.
+The recovery is the time from opening the directory to the last row in a new cluster with as many servers. The start of
+the cluster is not included. Checksums are verified twice: before the first row is loaded, and by the server. Then all
+of this is repeated under sequential consistency. There, the server copies a row before it changes the row.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Result:
 
 
 class Pushing(threading.Thread):
-    """A worker that pushes without a pause; `times` has the seconds of each push."""
+    """A worker that pushes without a pause. `times` has the seconds of each push."""
 
     def __init__(self, table: SparseTable, keys: np.ndarray, count: int, ticks: bool) -> None:
         super().__init__(daemon=True)
@@ -85,7 +85,7 @@ class Pushing(threading.Thread):
 
 
 def floor(directory: Path, num_bytes: int) -> float:
-    """Return the seconds of a plain loop that writes and syncs `num_bytes` in files of the size of a part."""
+    """Return the seconds of a loop that writes and syncs `num_bytes`, in files of a part's size."""
     block = np.random.default_rng(3).integers(0, 256, PART_BYTES, dtype=np.uint8).tobytes()
     folder = Path(tempfile.mkdtemp(dir=directory))
     start = time.perf_counter()
@@ -141,7 +141,7 @@ def measure(consistency: Consistency, rows: int, dim: int, count: int, directory
         manifest, seconds = take(coordinator)
         pushing.end()
         written = size_of(directory, manifest.number)
-        # A few buckets change; the worker ends the iterations that a boundary waits for.
+        # A few buckets change, and the worker ends the iterations for which the snapshot waits.
         ending = Pushing(table, keys[:8], 4, ticks)
         ending.start()
         take(coordinator)  # contains the pushes since the first snapshot

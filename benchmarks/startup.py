@@ -1,10 +1,10 @@
-"""Measure short commands, which mostly start processes: median wall time and processor time, with child processes.
+"""Measure short commands, which mostly start processes: the median wall time, and processor time with child processes.
 
 ``python benchmarks/startup.py [--runs 7] [--only train] [--json] [old=PATH new=PATH]`` measures ``paceline --help``, a
 training on 500 generated rows, predictions with its model, a local cluster with one client, and a script under
-``paceline run --strategy one-device``. With source trees (folders that contain ``src``) it runs each command in all
-trees in turns. It compiles the kernels first, and modules are byte code, as after an installation with pip. Wall times
-are meaningful only on an idle machine.
+``paceline run --strategy one-device``. If source trees (folders that contain ``src``) are given, it runs each command
+in all trees in turns. Before that, it compiles the kernels and modules, as they are after an installation with pip.
+Wall times are meaningful only on an idle machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SCRIPT = "print('done')\n"
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Return the measured commands by name, in order: later commands read the files of earlier ones."""
+    """Return the commands by name. Their order matters, because later commands read files of earlier ones."""
     data, model, script = str(folder / "clicks.tsv"), str(folder / "model"), folder / "script.py"
     write_click_log(data, ClickLogSpec(rows=_ROWS))
     script.write_text(_SCRIPT)
@@ -50,7 +50,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 
 def measure(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> tuple[float, float]:
-    """Run a command; return its wall time and the processor time of its processes, in seconds."""
+    """Run a command. Return its wall time and its processes' processor time, in seconds."""
     before, begin_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(
         command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -84,7 +84,7 @@ def main() -> None:
             if options.only not in (None, name) and not (options.only == "predict" and name == "train"):
                 continue
             for environment in trees.values():
-                measure(command, environment, folder)  # loads files into the page cache
+                measure(command, environment, folder)  # to load files into the page cache
             took: dict[str, list[tuple[float, float]]] = {tree: [] for tree in trees}
             for _ in range(options.runs):
                 for tree, environment in trees.items():

@@ -2,14 +2,14 @@
 
     python benchmarks/stragglers.py --data DIR [--consistency sequential bounded:4 eventual] [--json]
 
-DIR has the four files of MNIST. Three workers train an MLP of 200,000 parameters with one server. In every step a
-worker sleeps `--step-ms` after backward. This is much longer than its computation, so three workers do not compete for
-two cores. A slow worker sleeps three times as long. There are two cases:
+DIR has the four files of MNIST. Three workers train an MLP of 200,000 parameters with one server. In each step a worker
+sleeps `--step-ms` after backward. This is much longer than it computes, so three workers do not compete for two cores.
+A slow worker sleeps three times as long. There are two cases:
 
-- *in turns*: one worker at a time is slow, each for two iterations, as if other users share the machines;
+- *in turns*: each worker in turn is slow for two iterations, as if other users shared the machines;
 - *always the last*: the same worker is always slow, like a slower machine.
 
-Examples/s are counted over all workers until the first worker has finished. The time to 97% is the wall time until the
+Examples/s are those of all workers until the first worker has finished. The time to 97% is the wall time until the
 model on the servers classifies 97% of the test images correctly. Rank 0 copies the model every ten steps, and the
 program evaluates the copies afterwards.
 """
@@ -38,7 +38,7 @@ def is_slow(rank: int, step: int, slow_worker: str) -> bool:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Run one worker; rank 0 prints the result."""
+    """Run one worker. Rank 0 prints the result."""
     import torch
     from mnist import count_right, make_model, read_split  # type: ignore[import-not-found]  # examples/mnist.py
     from torch.nn import functional
@@ -82,7 +82,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run every consistency, print one table."""
+    """Run each consistency, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="folder of the four MNIST files")
     parser.add_argument("--consistency", nargs="+", default=["sequential", "bounded:4", "eventual"])

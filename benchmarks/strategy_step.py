@@ -1,11 +1,12 @@
-"""Measure a training step under a strategy, in turns with a reference in the same processes.
+"""Measure a training step under a strategy and a reference, in turns in the same processes.
 
     python benchmarks/strategy_step.py [--strategies one-device all-reduce parameter-server] [--rounds 8] [--json]
 
-``one-device`` is an epoch of a small perceptron on synthetic data through ``prepare()``. Its reference is a plain
-PyTorch loop. ``all-reduce`` and ``parameter-server`` (sequential, 1 server) are a step of a perceptron of about 25
-million parameters, on 2 ranks with 16 rows and one thread each. Their reference is DistributedDataParallel on Gloo. The
-program prints medians, and the ratio of the strategy's time to the reference's time.
+For ``one-device``, the program measures an epoch of a small perceptron on synthetic data after ``prepare()``. The
+reference is a PyTorch loop without it. For ``all-reduce`` and ``parameter-server`` (sequential, 1 server), it measures
+a step of a perceptron of about 25 million parameters, on 2 ranks with 16 rows and one thread each. The reference is
+DistributedDataParallel on Gloo. The program prints medians, and the ratio of the strategy's time to the reference's
+time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, ta
 
 
 def one_device(num_rounds: int) -> dict[str, Any]:
-    """Time whole epochs, loading included, with one thread."""
+    """Measure whole epochs, including loading, with one thread."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(6400, 64, generator=generator), torch.randn(6400, 1, generator=generator))

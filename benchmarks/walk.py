@@ -2,9 +2,9 @@
 
 ``python benchmarks/walk.py`` traces a training on 600 generated rows: the main thread of the command until it waits for
 the job, and the main thread of the worker until its first push. Functions that run during an import do not count. The
-program prints three numbers: the entered modules of ``paceline``; the entered modules of the packages cli, launch and
-training; and the modules of these packages that call another one of these modules. A reader has to follow the third
-number of modules.
+program prints three numbers of modules: all modules of ``paceline`` that were entered, those in the packages cli,
+launch and training, and those of the latter that call another module of these packages. A reader of the code must
+follow the modules of the third kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import paceline
 _ROOT: Final = f"{Path(paceline.__file__).parent}{os.sep}"
 _ENDS: Final = {("training/job_running.py", "_watch"), ("ps/client/sparse_table.py", "push")}
 _DRIVING: Final = ("cli", "launch", "training")
-_OPTIMIZED: Final = 2  # code flag of functions; modules and class bodies do not have it
+_OPTIMIZED: Final = 2  # flag of functions' code, which modules and class bodies lack
 
 
 def start_trace(folder: str) -> None:

@@ -1,16 +1,17 @@
-"""Compare strategies and torch.distributed.rpc on a wide and deep model (Cheng et al., DLRS 2016) of a click log.
+"""Compare strategies and torch.distributed.rpc with a wide and deep model (Cheng et al., DLRS 2016) on a click log.
 
     python benchmarks/wide_deep.py --data /path/to/criteo/train.tsv.gz [--runs 3] [--batch-size 256] [--json]
 
 All contenders train the same model: 26 categories as keys, 13 integers as standardized logarithms, embeddings of
 dimension 16 and 1, a perceptron of 64 and 32, and Adagrad. There are 2 workers and 1 server, with one thread per
-process. One pass trains on the first 80% of the rows, and the remaining rows are for the AUC. The data are parsed in
+process. One pass trains on the first 80% of the rows. The AUC is measured on the remaining rows. The data are parsed in
 advance. The contenders run in turns, and the results are medians. Examples/s are counted from the eleventh step of
 every rank until all ranks have finished.
 
 The peer follows PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework". A server
-process has the embeddings, with rows numbered in advance and sparse gradients. Trainers call its forward. Distributed
-autograd and DistributedOptimizer update the embeddings. The dense part is in DistributedDataParallel on Gloo.
+process has the embeddings, with rows numbered in advance and sparse gradients. Trainers call the server's forward.
+Distributed autograd and DistributedOptimizer update the embeddings. DistributedDataParallel on Gloo trains the dense
+part.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def prepare_data(path: Path, folder: Path) -> int:
 
 
 class Batches(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Whole batches: integers float32 [n, 13], keys int64 [n, 26], labels float32 [n]."""
+    """A data set of whole batches: integers float32 [n, 13], keys int64 [n, 26], labels float32 [n]."""
 
     def __init__(self, folder: Path, keys: str, start: int, stop: int | None, size: int) -> None:
         arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("integers", keys, "labels")]
@@ -153,7 +154,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 def train(
     task: Task, batches: Iterator[Any], step: Callable[[Tensor, Tensor, Tensor], None], barrier: Callable[[], None]
 ) -> float:
-    """Train one pass; return this rank's examples/s between the barriers, without the first steps."""
+    """Train one pass. Return this rank's examples/s between the barriers, without the first steps."""
     examples, start = 0, 0.0
     for number, (x, keys, labels) in enumerate(batches):
         if number == WARM_UP_STEPS:
@@ -285,7 +286,7 @@ def take_rows(rows: Any) -> None:
 
 
 def share(rpc: Any, rank: int, rows: Any) -> Any:
-    """Send the first trainer's reference to the server's module to the other trainers; return it."""
+    """Return the reference to the server's module. The first trainer creates it and sends it to the others."""
     if rank == 0:
         for other in range(1, NUM_WORKERS):
             rpc.rpc_sync(f"trainer{other}", take_rows, (rows,))

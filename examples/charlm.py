@@ -23,7 +23,7 @@ import paceline.torch as pt
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pieces of `length` characters, each with the piece that begins one character later."""
+    """Pieces of `length` characters. The target of each is the piece that begins one character later."""
 
     def __init__(self, codes: torch.Tensor, length: int) -> None:
         self.codes = codes

@@ -68,7 +68,8 @@ def read_clicks(path: Path, limit: int | None) -> Clicks:
             widths = np.diff(batch.indptr)
             if (widths != widths[0]).any():
                 sys.exit(
-                    f"click.py: the rows of {path} have {widths.min()} to {widths.max()} features: all need as many"
+                    f"click.py: the rows of {path} have {widths.min()} to {widths.max()} features: "
+                    "all need the same number"
                 )
             keys.append(batch.keys.reshape(len(widths), -1))
             labels.append(batch.labels)

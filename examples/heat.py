@@ -56,7 +56,7 @@ def step(u: Plate, new: Plate) -> None:
 
 
 def solve(u: Plate, steps: int, grid: Grid | None = None) -> Plate:
-    """Return the cells of the plate, or of this rank's block, after `steps` steps; `u` includes the border."""
+    """Return the cells of the plate, or of this rank's block, after `steps` steps. `u` includes the border."""
     new = u.copy()
     for _ in range(steps):
         if grid is not None:
@@ -80,7 +80,7 @@ def gather(grid: Grid, block: Plate, size: int) -> Plate | None:
 
 
 def run(group: Group, size: int, steps: int, as_json: bool) -> int:
-    """Solve the equation as one rank; rank 0 compares and prints the results. Return the exit status."""
+    """Solve the equation on one rank. Rank 0 compares and prints the results. Return the exit status."""
     grid = Grid(group)
     rows, columns = grid.local_slice((size, size))
     u = plate(size)[rows.start : rows.stop + 2, columns.start : columns.stop + 2].copy()
@@ -115,7 +115,7 @@ def run(group: Group, size: int, steps: int, as_json: bool) -> int:
 
 
 def start_ranks(num_ranks: int) -> int:
-    """Start this program once per rank, like a launcher; return the first exit status other than 0."""
+    """Start this program once per rank, like a launcher. Return the first exit status that is not 0."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     ranks: list[subprocess.Popen[bytes]] = []
@@ -139,7 +139,7 @@ def start_ranks(num_ranks: int) -> int:
 
 
 def main() -> int:
-    """Solve the equation; return the exit status, 1 if the results differ."""
+    """Solve the equation. Return the exit status, which is 1 if the results differ."""
     parser = argparse.ArgumentParser(description="Solve the heat equation for a plate, on several ranks.")
     parser.add_argument(
         "--ranks", type=int, default=4, help="processes to start, unless a launcher has started this process"
@@ -159,7 +159,7 @@ def main() -> int:
 
 
 def start_or_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Start the ranks, or run one rank if a launcher has started this process; return the exit status."""
+    """Start the ranks, or run one rank if a launcher started this process. Return the exit status."""
     launched = environment()
     num_ranks = options.ranks if launched.rank is None else launched.world_size or 1
     if not 1 <= num_ranks <= options.size or options.steps < 0:

@@ -1,10 +1,11 @@
-"""Train on a mesh of 2 by 2 processes: tensor parallelism within pairs, sharded data parallelism between pairs.
+"""Train on a mesh of 2 by 2 processes, with tensor parallelism within pairs and sharded data parallelism between pairs.
 
     paceline run --nproc-per-node 4 examples/mesh.py
 
-A small network learns to reverse its input. The mesh has the dimensions "tensor" and "data". In each block, the first
-layer is cut by columns and the second layer by rows, over the dimension "tensor". So a block needs one all-reduce. Each
-part of a parameter is then sharded over the dimension "data". The processes of a pair read the same examples.
+A small network learns to reverse its input. The mesh has the dimensions "tensor" and "data". Over the dimension
+"tensor", the first layer of each block is cut by columns and the second layer by rows. So a block needs only one
+all-reduce. Each part of a parameter is then sharded over the dimension "data". The processes of a pair read the same
+examples.
 """
 
 from __future__ import annotations

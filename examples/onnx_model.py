@@ -1,12 +1,12 @@
-"""Predict with the exports of a deep model: weights with NumPy, the network with an ONNX runtime.
+"""Predict with a deep model's exports: NumPy reads the weights, and an ONNX runtime computes the network.
 
     paceline train day1.tsv --model deepfm --save model
     paceline model export model weights.npz
     paceline model export model network.onnx
     python examples/onnx_model.py weights.npz network.onnx --model model --data day2.tsv
 
-The model itself is used for two purposes: its `columns` for reading the data, and its predictions for the comparison.
-The network runs in onnxruntime if it is installed, otherwise in the slow reference of the package onnx.
+The model itself is used for two purposes: its `columns` are needed to read the data, and its predictions are compared.
+The network runs in onnxruntime if this is installed, otherwise in the slow reference of the package onnx.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def rows_of(arrays: Arrays, table: str, keys: npt.NDArray[np.uint64]) -> Floats:
-    """Return a table's rows for `keys` (float32 [keys, dim]); missing rows are zeros."""
+    """Return a table's rows for `keys` (float32 [keys, dim]). Missing rows are zeros."""
     known, values = arrays[f"{table}.keys"], arrays[f"{table}.values"]
     rows = np.zeros((len(keys), values.shape[1]), np.float32)
     at = np.searchsorted(known, keys)
@@ -41,7 +41,7 @@ def rows_of(arrays: Arrays, table: str, keys: npt.NDArray[np.uint64]) -> Floats:
 
 
 def network_inputs(name: str, least: int, arrays: Arrays, batch: Batch, layout: RowLayout) -> tuple[Floats, Floats]:
-    """Return the network's input (float32 [n, columns, dim]) and the margins without the network (float32 [n])."""
+    """Return the network's input (float32 [n, columns, dim]), and the rest of the margins (float32 [n])."""
     n = batch.num_examples
     values = np.ones(len(batch.keys), np.float32) if batch.values is None else batch.values
     examples = np.repeat(np.arange(n), np.diff(batch.indptr))

@@ -4,7 +4,7 @@
 
 Rank 0 has a model. The other ranks are trainers: they compute gradients on their own data and send them to rank 0. The
 function `update` returns a future immediately, and `rpc.async_execution` sends the reply when the future has a result.
-So no thread of the server waits. When all trainers have sent a gradient, the server averages the gradients, takes a
+So no thread of the server waits. After all trainers have sent a gradient, the server averages the gradients, makes a
 step, and sends the new parameters to all trainers. At the end each trainer checks that the result equals the result of
 one process on the whole batch.
 """
@@ -26,7 +26,7 @@ SERVER = "server"
 
 
 class BatchServer:
-    """A model that takes a step when all trainers have sent their gradients."""
+    """A model that makes a step after all trainers have sent their gradients."""
 
     def __init__(self, trainers: int, lr: float) -> None:
         self.model = make_model()
@@ -43,7 +43,7 @@ class BatchServer:
 
     @rpc.async_execution
     def update(self, gradients: list[torch.Tensor]) -> rpc.Future[list[torch.Tensor]]:
-        """Add one trainer's gradients; return a future of the parameters after the common step."""
+        """Add one trainer's gradients. Return a future of the parameters after the common step."""
         with self.lock:
             self.given.append(gradients)
             answer = self.answer

@@ -1,4 +1,4 @@
-"""Build a parameter server from remote calls: the server has half of the network and receives its gradients.
+"""Build a parameter server from remote calls. The server has half of the network and receives its gradients.
 
     paceline run --strategy all-reduce --nproc-per-node 3 examples/rpc_parameter_server.py
 
@@ -7,7 +7,7 @@ server has the first layer, which all trainers share, and each trainer has its o
 trainer's forward pass calls the server. `rpc.autograd` sends the gradients of the first layer back to the server. A
 distributed optimizer updates each layer in the process that has it. Trainers do not wait for each other.
 
-`--strategy parameter-server` does this for whole models without extra code.
+`--strategy parameter-server` does the same for whole models, without extra code.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Stage:
         self.lock = threading.Lock()
 
     def forward(self, inputs: rpc.RRef[torch.Tensor]) -> torch.Tensor:
-        """Fetch a microbatch from its owner and apply the layers."""
+        """Fetch a microbatch from its owner, and apply the layers to it."""
         values = inputs.to_here()
         with self.lock:
             result: torch.Tensor = self.layers(values)

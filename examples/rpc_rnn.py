@@ -4,7 +4,7 @@
 
 A model that is too large for one process is cut into three parts. Rank 1 has the two large tables, the embedding and
 the decoder. Rank 0 has the LSTM and the training loop. A step calls rank 1 twice, and `rpc.autograd` runs the backward
-pass through both processes. The program generates the text from a few words, so the loss falls within seconds.
+pass through both processes. The training text is generated from a few words, so the loss decreases within seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = ("abc", "bad", "cab", "dead", "egg", "face", "had", "hedge")
 
 
 class Tables:
-    """The parts of the model that have a row for every letter."""
+    """The embedding and the decoder: they have a row for each letter."""
 
     def __init__(self, width: int) -> None:
         torch.manual_seed(1)
