@@ -4,8 +4,8 @@
     python benchmarks/factorization.py day1.tsv day2.tsv [--peers myfm,xlearn,torch] [--json]
 
 `paceline train --model lr` and `fm` run with their defaults. The peers get the features of Paceline, with consecutive
-numbers as keys. Each installed peer runs with several settings. Without access to the test rows, the best of them
-cannot be chosen. The peers are
+numbers as keys. Each installed peer runs with several settings. A program without access to the test rows cannot choose
+the best of them. The peers are
 
 - myFM: a Bayesian model, trained by Markov chain Monte Carlo like libFM;
 - xLearn: AdaGrad, with rows scaled to length 1;

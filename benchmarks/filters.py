@@ -10,8 +10,8 @@ one pass. Seconds are the time of a training of all passes, as the median of `ru
 no time. So these seconds show the cost of a filter, not its benefit.
 
 `--mbit` repeats each training between hosts: the scheduler and the server on one host, the workers on another, with
-links of this speed (Mbit/s). The hosts are network namespaces, as in ``hosts.py``. This needs root, iproute2 and the
-kernel's tbf.
+links of this speed (Mbit/s). The hosts are network namespaces, like those of ``hosts.py``. This needs root, iproute2
+and the kernel's tbf.
 
 A chain may have a second chain for pulled values, after a slash: ``key-caching,quantize:1/quantize:4``.
 """

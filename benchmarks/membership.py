@@ -52,7 +52,7 @@ class Node(Handler):
 
 
 async def measure(num_workers: int) -> None:
-    """Measure the join of all members and the leave of one, and print the results."""
+    """Measure how long all members take to join and one to leave, and print the results."""
     transport = SocketTransport(make_token())
     scheduler = Scheduler(
         messages.ClusterSettings(num_servers=SERVERS, heartbeat_timeout_s=600.0),

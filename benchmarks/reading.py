@@ -125,7 +125,7 @@ def train(path: Path, epochs: int) -> float:
 
 
 def stream(num_rows: int) -> dict[str, float]:
-    """Train one pass; return rows, seconds, rate, and the worker's memory in the first and last tenth."""
+    """Train one pass. Return rows, seconds, rate, and the worker's memory in the first and last tenth."""
     samples: list[float] = []
     ended = threading.Event()
 

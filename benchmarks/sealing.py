@@ -41,7 +41,7 @@ def use_equal_bindings() -> None:
 
 
 def serve() -> None:
-    """Run the server until standard input ends; print its port."""
+    """Run the server until standard input ends. Print its port."""
 
     async def run() -> None:
         address = f"{NETWORK}.1:0"
@@ -54,7 +54,7 @@ def serve() -> None:
 
 
 def step(channel: Channel, body: np.ndarray, into: np.ndarray) -> float:
-    """Send a frame and receive its echo; return the seconds."""
+    """Send a frame and receive its echo. Return the seconds."""
     start = time.perf_counter()
     channel.send(*frame_parts(ECHO, body=body))
     channel.receive(into, TIMEOUT_S)

@@ -3,7 +3,7 @@
 ``python benchmarks/startup.py [--runs 7] [--only train] [--json] [old=PATH new=PATH]`` measures ``paceline --help``, a
 training on 500 generated rows, predictions with its model, a local cluster with one client, and a script under
 ``paceline run --strategy one-device``. If source trees (folders that contain ``src``) are given, it runs each command
-in all trees in turns. Before that, it compiles the kernels and modules, as they are after an installation with pip.
+in all trees in turns. Before that, it compiles the kernels and modules, as an installation with pip does.
 Wall times are meaningful only on an idle machine.
 """
 

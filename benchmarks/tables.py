@@ -10,8 +10,8 @@ regression with C 0.1 and 1 (standardized numbers, one-hot categories) and of Vo
 A table passes if its AUC is lower than the peer's by at most 0.003 or one standard error (Hanley and McNeil, Radiology
 143, 1982). If there are at least 500 test rows, the calibration (the mean prediction divided by the rate of positives)
 must be 0.9 to 1.1. Tables of counts compare the mean Poisson deviance of `--model poisson` with that of
-PoissonRegressor. With `--tune` each table is also trained with `paceline train --tune`, and its score is compared with
-the default's.
+PoissonRegressor. If `--tune` is given, each table is also trained with `paceline train --tune`, and both scores are
+compared.
 """
 
 from __future__ import annotations

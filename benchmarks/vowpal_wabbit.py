@@ -100,7 +100,7 @@ def find_data(folder: Path) -> Path:
 
 
 def split(data: Path, folder: Path) -> int:
-    """Write 80% of the rows for training and the rest for evaluation, in both formats. Return the former's number."""
+    """Write 80% of the rows for training and the rest for evaluation, in both formats. Return the first number."""
     with gzip.open(data, "rt") if data.suffix == ".gz" else open(data) as text:
         lines = text.readlines()
     rows = int(len(lines) * TRAIN_SHARE)

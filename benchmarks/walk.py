@@ -2,9 +2,9 @@
 
 ``python benchmarks/walk.py`` traces a training on 600 generated rows: the main thread of the command until it waits for
 the job, and the main thread of the worker until its first push. Functions that run during an import do not count. The
-program prints three numbers of modules: all modules of ``paceline`` that were entered, those in the packages cli,
-launch and training, and those of the latter that call another module of these packages. A reader of the code must
-follow the modules of the third kind.
+program prints three numbers: the entered modules of ``paceline``, the entered modules of its packages cli, launch and
+training, and the modules of these packages that call another module of these packages. A reader of the code must follow
+the modules that the third number counts.
 """
 
 from __future__ import annotations

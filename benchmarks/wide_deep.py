@@ -60,7 +60,7 @@ WARM_UP_STEPS = 10
 
 
 def prepare_data(path: Path, folder: Path) -> int:
-    """Write the arrays of all contenders to `folder`; return the number of training rows."""
+    """Write the arrays of all contenders to `folder`. Return the number of training rows."""
     labels, keys = [], []
     with open_dataset([path], format="criteo") as dataset:
         for shard in itertools.count():

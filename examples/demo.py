@@ -1,4 +1,4 @@
-"""Train on a click log under three consistencies, and a PyTorch script under three strategies; print two tables.
+"""Train on a click log under three consistencies, and a PyTorch script under three strategies. Print two tables.
 
     python examples/demo.py [--rows 1000000]
 

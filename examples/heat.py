@@ -163,7 +163,7 @@ def start_or_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     launched = environment()
     num_ranks = options.ranks if launched.rank is None else launched.world_size or 1
     if not 1 <= num_ranks <= options.size or options.steps < 0:
-        parser.error("expected at least one rank, no fewer cells along a side than ranks, and no negative steps")
+        parser.error("expected at least one rank, at least as many cells along a side as ranks, and 0 or more steps")
     if launched.rank is None:
         return start_ranks(num_ranks)
     with init() as group:

@@ -87,7 +87,7 @@ def make_data(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(rank: int, trainers: int, steps: int, lr: float) -> dict[str, float]:
-    """Run a trainer; return its results."""
+    """Run a trainer. Return its results."""
     server = rpc.rpc_sync(SERVER, batch_server, (trainers, lr))
     model = make_model()
     losses = []

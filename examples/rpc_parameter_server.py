@@ -74,7 +74,7 @@ def read_share(rank: int, trainers: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(rank: int, trainers: int, steps: int, lr: float) -> dict[str, Any]:
-    """Run a trainer; return its results."""
+    """Run a trainer. Return its results."""
     layer = rpc.rpc_sync(SERVER, shared_layer)
     torch.manual_seed(rank)
     last = nn.Linear(HIDDEN, 10)

@@ -84,7 +84,7 @@ class PipelineNetwork:
 
 
 def train(options: argparse.Namespace) -> dict[str, float]:
-    """Train; return the results."""
+    """Train. Return the results."""
     network = PipelineNetwork(["stage0", "stage1"], options.microbatches)
     optimizer = rpc.optimizer.DistributedOptimizer(torch.optim.SGD, network.parameter_rrefs(), lr=options.lr)
     images, labels = read_digits()

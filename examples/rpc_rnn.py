@@ -74,7 +74,7 @@ def make_text(words: int) -> torch.Tensor:
 
 
 def train(steps: int, width: int, lr: float) -> list[float]:
-    """Train; return the loss of each step, in nats per letter."""
+    """Train. Return the loss of each step, in nats per letter."""
     torch.manual_seed(0)
     model = LanguageModel(rpc.remote("tables", Tables, (width,)), width)
     optimizer = rpc.optimizer.DistributedOptimizer(torch.optim.Adam, model.parameter_rrefs(), lr=lr)

@@ -51,4 +51,4 @@ def test_a_launched_rank_starts_no_ranks(paceline: Commands) -> None:
 def test_more_ranks_than_cells(paceline: Commands) -> None:
     finished = run(paceline, "--ranks", "42")
     assert finished.status == 2
-    assert "no fewer cells" in finished.err
+    assert "as many cells" in finished.err

@@ -2,8 +2,8 @@
 
 A *peer* is one of these libraries, and every rank process uses all peers. Each size is measured in several rounds, and
 in each round every peer runs a batch of calls, so disturbances affect all peers equally. All peers use the same arrays.
-Each peer's result is checked once for every size, on known values; then the arrays are zeros. Rank 0 measures each
-call; there are no barriers between calls.
+Each peer's result is checked once for every size on known values. Then the arrays are set to zero. Rank 0 measures each
+call. There are no barriers between calls.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _IDLE: Final = ("idle", "iowait", "guest", "guest_nice")
 
 
 class OtherLoad:
-    """Measures from its creation on. A child's time counts as this process's own after the child is reaped."""
+    """Measures from its creation on. After a child is reaped, its time is a part of this process's own time."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

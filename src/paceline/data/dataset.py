@@ -50,8 +50,8 @@ def open_dataset(
     for later passes. `labels` is the conversion of labels (:mod:`paceline.data.labels`). `scaling` applies to formats
     without columns. If `needs_labels` is False, a missing label is NaN.
 
-    Raises DataError for a missing, empty or unreadable file, or an unknown format; UsageError for inconsistent
-    arguments, or without pyarrow for parquet.
+    Raises DataError if a file is missing, empty or unreadable, or if the format is unknown. Raises UsageError for
+    inconsistent arguments, and if parquet is read without pyarrow.
     """
     if isinstance(paths, str | Path):
         paths = [paths]
@@ -70,7 +70,7 @@ def open_dataset(
     columns = kind.resolve(files, columns, needs_label=needs_labels)
     source_format = kind.source_of(files[0])
     if scaling is not None and not FORMATS[source_format].is_keyed:
-        raise UsageError(f"values of {format} are not scaled by key. Leave scaling out")
+        raise UsageError(f"values of {format} belong to columns, so they are not scaled by key. Leave scaling out")
     return Dataset(
         files=tuple(files),
         format=format,

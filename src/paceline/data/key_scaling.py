@@ -133,7 +133,7 @@ class KeyScaling:
     def _changed(
         self, at: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64], values: npt.NDArray[np.float64]
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]]:
-        """Return scaled keys and values; `at` has the indices of the keys, `values` the unscaled float64 values."""
+        """Return scaled keys and values. `at` has the indices of the keys, `values` the unscaled float64 values."""
         from paceline.kernels.features.scaling import MOST_DEVIATIONS
 
         means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]

@@ -68,7 +68,7 @@ def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> fl
         label = read_label(positive)
         if label is None:
             raise UsageError(
-                f"--positive {positive}: the labels of this data are numbers, because some are numbers or there are "
+                f"--positive {positive}: the labels of this data are read as numbers: some are numbers, or there are "
                 f"not 2 to {MOST_CLASSES} words. Pass a number, or one of {', '.join(LABEL_WORDS)}"
             )
         return label
@@ -173,7 +173,7 @@ def describe_not_binary(found: Mapping[float, int], labels: str = CLICKS, classe
 
 
 def describe_one_label(found: Mapping[float, int], labels: str = CLICKS, classes: Sequence[str] = ()) -> str | None:
-    """Describe the only label of the sampled rows; return None if there are several labels, or none."""
+    """Describe the only label of the sampled rows. Return None if there are several labels, or none."""
     if len(found) != 1 or labels == NUMBERS:
         return None
     (value,) = found

@@ -173,7 +173,7 @@ def write_click_log(
 
 
 def _write(path: Path, model: ClickModel, stream: int, rows: int) -> Ints:
-    """Write one file; return the number of rows by label (first axis) and logit (second axis, in units)."""
+    """Write one file. Return the number of rows by label (first axis) and logit (second axis, in units)."""
     histogram = np.zeros((2, 2 * _MAX_LOGIT + 1), np.int64)
     try:
         with replacing(path) as aside, open(aside, "wb") as file:

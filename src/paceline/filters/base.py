@@ -72,7 +72,7 @@ class Filter(ABC):
 class RowFilter(Filter, is_abstract=True):
     """Selects, on the worker, the rows of a push to send. The server has no code for this filter.
 
-    With :attr:`keeps_residual` the worker keeps unsent rows and adds them to the next push of the same rows (error
+    If :attr:`keeps_residual`, the worker keeps unsent rows and adds them to the next push of the same rows (error
     feedback). Such a filter only delays a row's changes, if the row is pushed again later.
     """
 

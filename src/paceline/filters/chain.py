@@ -85,7 +85,7 @@ class Decoded(NamedTuple):
 
 
 class FilterChain:
-    """Filters in the order of their use by a sender. Immutable; their state is in :class:`KeyMemory`."""
+    """Filters in the order of their use by a sender. They are immutable. Their state is in :class:`KeyMemory`."""
 
     def __init__(self, filters: Sequence[Filter] = ()) -> None:
         if not isinstance(filters, (list, tuple)):
@@ -199,7 +199,7 @@ class FilterChain:
                 raise UnknownKeysError
             known_keys = lists.use(known)
             if len(known_keys) != len(keys):
-                raise _malformed(f"{len(keys)} keys for a digest of {len(known_keys)}")
+                raise _malformed(f"{len(keys)} keys, but their digest stands for {len(known_keys)}")
             keys[:] = known_keys
             return
         if form & NUMBERS:
@@ -207,10 +207,10 @@ class FilterChain:
             if received is None or not received.follows(written):
                 raise UnknownKeysError
             if not received.decode(written, keys):
-                raise _malformed(f"{len(keys)} numbers of keys do not take {len(written)} bytes")
+                raise _malformed(f"{len(keys)} keys as numbers are not {len(written)} bytes long")
         elif form & DELTAS:
             if decode_deltas(written, keys) != len(written):
-                raise _malformed(f"{len(keys)} differences of keys do not take {len(written)} bytes")
+                raise _malformed(f"{len(keys)} keys as differences are not {len(written)} bytes long")
         elif len(written) != keys.nbytes or (form == RANGE and len(keys) != 2):
             raise _malformed(f"{len(keys)} keys in {len(written)} bytes")
         else:
@@ -226,7 +226,7 @@ class FilterChain:
     def decode_values(self, body: Bytes, out: Floats) -> None:
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
         if num_keys or key_bytes or form or num_values != len(out):
-            raise _malformed(f"{num_values} values, {len(out)} were requested")
+            raise _malformed(f"{num_values} values instead of the requested {len(out)}")
         data = self._unpacked(body[HEAD_BYTES:], is_packed, num_bytes_of(self.values, num_values))
         read_values(self.values, data, out)
 
@@ -258,7 +258,7 @@ class FilterChain:
             if not data.flags.writeable:  # kernels need a writable array
                 data = data.copy()
         if len(data) != num_bytes:
-            raise _malformed(f"{len(data)} bytes after the head, {num_bytes} were expected")
+            raise _malformed(f"{len(data)} bytes after the head, expected {num_bytes}")
         return data
 
 

@@ -140,7 +140,7 @@ class GradientMean:
     ) -> Generator[RankExchange, Bytes, tuple[Floats, Floats]]:
         """Return the mean of all ranks' values, and this rank's values after encoding and decoding.
 
-        Rank i averages ``values[bounds[i] : bounds[i + 1]]``; `own` selects this rank's part of :attr:`mean_residual`.
+        Rank i averages ``values[bounds[i] : bounds[i + 1]]``. `own` selects this rank's part of :attr:`mean_residual`.
         """
         parts = [slice(start, stop) for start, stop in pairwise(bounds.tolist())]
         width = self._num_bytes(int(np.diff(bounds).max()))

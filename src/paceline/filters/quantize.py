@@ -1,6 +1,7 @@
 """Encode values in few bits by stochastic rounding (Alistarh et al., NeurIPS 2017, section 3, maximum norm).
 
-With error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019) values are rounded to nearest.
+If there is error feedback, values are rounded to nearest (Seide et al., Interspeech 2014; Karimireddy et al., ICML
+2019).
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class ElementErrors:
 
 
 def forget_non_finite(errors: Floats) -> Floats:
-    """Set infinities and NaN in `errors` to 0, because they would recur forever; return the same array."""
+    """Set infinities and NaN in `errors` to 0, because they would recur forever. Return the same array."""
     is_finite = np.isfinite(errors)
     if not is_finite.all():
         errors[~is_finite] = 0

@@ -165,7 +165,7 @@ class ColumnReader(FrameReader):
         return array.cast(arrow.float64()) if types.is_null(found) else array
 
     def _holds_integers(self, array: Any, type: Any) -> bool:
-        """Return whether all floats are integers, as pandas stores whole numbers if some are missing."""
+        """Return whether all floats are integers. Pandas stores integers as floats if some are missing."""
         if not self._arrow.types.is_floating(type):
             return False
         values = array.dictionary if self._arrow.types.is_dictionary(array.type) else array

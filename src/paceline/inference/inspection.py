@@ -108,7 +108,7 @@ class TableDifference:
 def inspect_model(
     directory: str | os.PathLike[str], top: int = 20, names: dict[int, str] | None = None
 ) -> ModelSummary:
-    """Summarize a saved model with its `top` largest weights; `names` maps keys to names."""
+    """Summarize a saved model with its `top` largest weights. `names` maps keys to names."""
     saved = read_stored_model(directory)
     described = dict(saved.described)
     kind, finished = str(described.pop("kind", "")), bool(described.pop("finished", True))

@@ -172,7 +172,7 @@ class LoadedModel:
         return (int(min(low for low, _ in ends)), int(max(high for _, high in ends))) if ends else None
 
     def _keys(self) -> Iterator[Keys]:
-        """Yield the keys of features as in data files. A number with bins has one key, not one for each bin."""
+        """Yield the keys that features have in data files. A number with bins has one key, not one for each bin."""
         scaling = self._predictor.scaling
         bins = np.empty(0, np.uint64) if scaling is None else scaling.bin_keys
         for keys, _ in self._predictor.stores[0].items():

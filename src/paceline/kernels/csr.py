@@ -75,7 +75,7 @@ def add_interactions(indptr, indices, values, factors, sums, margins):  # type: 
     """Add the interactions of a factorization machine to the margin of each row (`margins`, float32 [n]).
 
     The interactions of a row are ½ Σ_f ((Σ_k v_kf x_k)² − Σ_k (v_kf x_k)²), where x_k are the row's values, and v_kf
-    the `factors` (float32 [columns, dim]). `indptr`, `indices` and `values` are the CSR matrix; see :func:`csr_dot`.
+    the `factors` (float32 [columns, dim]). `indptr`, `indices` and `values` are the CSR matrix. See :func:`csr_dot`.
     The kernel also writes the inner sums Σ_k v_kf x_k to `sums` (float32 [n, dim]).
     """
     ones, dim = len(values) == 0, factors.shape[1]
@@ -121,7 +121,7 @@ def add_field_interactions(indptr, indices, values, fields, active, factors, wid
     """Add the interactions of a field-aware factorization machine to the margin of each row (`margins`, float32 [n]).
 
     The interactions of a row are Σ_{a<b} ⟨v_a(field of b), v_b(field of a)⟩ x_a x_b, summed over its entries a and b.
-    `indptr`, `indices` and `values` are the CSR matrix; see :func:`csr_dot`. `fields` int32 [nnz] has the field of each
+    `indptr`, `indices` and `values` are the CSR matrix. See :func:`csr_dot`. `fields` int32 [nnz] has the field of each
     entry. `factors` float32 [columns, fields * width] has a vector v of `width` numbers for each column and field.
     `active` uint8 [columns] is 1 for columns with interactions, and 0 for other columns.
     """

@@ -173,7 +173,7 @@ def read_numbers(data, known, state, out):  # type: ignore[no-untyped-def]
 def quantize(values, bits, half, seed, scales, codes):  # type: ignore[no-untyped-def]
     """Quantize values (float32 [n]) to `bits` bits. Each value is rounded up or down at random.
 
-    The probabilities are such that the mean of the rounded value is the exact value. `half` is half of the largest
+    The probabilities are chosen so that the mean of the rounded value is the exact value. `half` is half of the largest
     code: 127, 7, 1 or 0.5 for 8, 4, 2 or 1 bit. The results are the `codes` (uint8 [ceil(n * bits / 8)]) and the
     `scales` (float32 [ceil(n / BLOCK)]): the largest magnitude of each block, or NaN if it is not finite. `seed` is
     uint64.

@@ -188,7 +188,7 @@ def is_run_too_long(directory, key, layout):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def take_slot(directory, bucket, row_words):  # type: ignore[no-untyped-def]
-    """Return a free slot in the row array of a bucket. One is free if COUNT is below LIMIT."""
+    """Return a free slot in the row array of a bucket. There is one if COUNT is below LIMIT."""
     free = directory[FREE + bucket]
     if free != _U0:
         slot = free - _U1

@@ -49,7 +49,7 @@ class ModelTable(NamedTuple):
     is_count: bool = False
     """Whether the values are counts. Servers add counts unchanged, and only lossless filters apply to them."""
     is_by_feature: bool = True
-    """Whether the keys are features, as in the model's first table."""
+    """Whether the keys are features. They are in the model's first table."""
 
 
 class KeyScratch:
@@ -95,7 +95,7 @@ def summed_weight(num_examples: int, weights: Floats | None) -> float:
 
 
 def sum_examples(rows: KeyedMatrix, labels: Floats, weights: Floats | None, predictions: Floats | None) -> ExampleSums:
-    """Return the sums over a minibatch. All arrays are float32 [n]; `weights` is None if all weights are 1."""
+    """Return the sums over a minibatch. All arrays are float32 [n]. `weights` is None if all weights are 1."""
     sums = [
         None if array is None else float(array.sum(dtype=np.float64) if weights is None else array @ weights)
         for array in (labels, predictions)
@@ -112,7 +112,7 @@ class Minibatch(ABC):
     labels: Floats
     """The labels as the model uses them, comparable with its predictions."""
     summed_weight: float
-    """The summed weight of the examples; without weights, the number of examples."""
+    """The sum of the examples' weights. If there are no weights, it is the number of examples."""
 
     @property
     @abstractmethod
@@ -343,7 +343,7 @@ class SparseModel(ABC):
 
     @abstractmethod
     def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
-        """Return the minibatch for a batch with interactions; `rows` is the matrix of its examples."""
+        """Return the minibatch for a batch with interactions. `rows` is the matrix of its examples."""
 
     @abstractmethod
     def evaluate(self, labels: Floats, predictions: Floats) -> Evaluation:
@@ -398,7 +398,7 @@ class SparseModel(ABC):
 
 
 def open_tables(client: Client, model: SparseModel, update: UpdateRule) -> list[SparseTable]:
-    """Open a model's tables on a cluster; `update` is the rule of the tables that have no rule of their own."""
+    """Open a model's tables on a cluster. `update` is the rule of the tables that have no rule of their own."""
     handles = []
     for table in model.tables:
         rule = table.update or update

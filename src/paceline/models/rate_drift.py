@@ -27,7 +27,7 @@ _MOST_STEPS: Final = 30
 class RateShift(NamedTuple):
     """A correction of the log odds for all examples, and a second one for the newest examples.
 
-    `shift` corrects all examples; `error` is its standard error. `newest` is added for the newest examples; it is the
+    `shift` corrects all examples. `error` is its standard error. `newest` is added for the newest examples; it is the
     mean over the hypotheses. `drift` is the probability that the rate drifts.
     """
 

@@ -171,7 +171,7 @@ class SparseEstimator(BaseEstimator, ABC):
             tables = self._train_in_process(rows, random)
         else:
             if sample_weight is not None:
-                raise UsageError("sample_weight is not supported on a cluster. Leave it out, or workers and scheduler")
+                raise UsageError("sample_weight is not supported on a cluster. Leave it out, or train locally")
             weights = ExampleWeights(classes=weighting.classes or None)
             tables = self._train_on_cluster(rows, order, dataclasses.replace(self._options(rows), weights=weights))
         self._tables = tables

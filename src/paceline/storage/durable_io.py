@@ -55,8 +55,8 @@ def read_checked(path: Path, num_bytes: int, sha256: str, owner: str) -> npt.NDA
     found = hashlib.sha256(view).hexdigest()
     if found != sha256:
         raise ModelError(
-            f"{path} is damaged: its SHA-256 is {found[:16]}…, its manifest records {sha256[:16]}…; take another copy "
-            f"of {owner}"
+            f"{path} is damaged: its SHA-256 is {found[:16]}…, its manifest records {sha256[:16]}…. Use another "
+            f"copy of {owner}"
         )
     return data
 

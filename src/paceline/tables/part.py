@@ -149,7 +149,7 @@ class TablePart(ABC):
     def load_with_passes(self, bucket: int, keys: Keys, records: Floats, rows_of: int | None = None) -> None:
         """Load records that may have the additional column of :meth:`with_passes`.
 
-        Without this column, pass `rows_of` (default: the current pass) is regarded as the rows' last push.
+        If the column is missing, pass `rows_of` (default: the current pass) is regarded as the rows' last push.
         """
         self.load_bucket(bucket, keys, records)
 

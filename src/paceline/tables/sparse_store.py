@@ -78,7 +78,7 @@ class SparseStore:
     """A store of rows by uint64 key. A row has `dim` float32 values and the state of the update rule.
 
     :meth:`push` applies `rule`. `initializer` and `seed` determine the values of missing rows. `memory` provides the
-    memory for rows. With `has_marks`, each row has space for a mark: the last pass over the data in which the row was
+    memory for rows. If `has_marks`, each row has space for a mark: the last pass over the data in which the row was
     pushed (:mod:`paceline.tables.passes`). A row exists after its first push. All 2^64 keys are valid.
     """
 

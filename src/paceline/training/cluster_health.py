@@ -86,5 +86,6 @@ class ClusterHealth:
         self._waiting_since_s = min(self._waiting_since_s, time.monotonic())
         if time.monotonic() - self._waiting_since_s >= self._patience_s and ranks != self._busy_ranks:
             self._busy_ranks = ranks
-            workers = "workers" if len(ranks) > 1 else "worker"
-            self._warn(f"{workers} {', '.join(map(str, ranks))} still busy with the previous job, so this job waits")
+            listed = ", ".join(map(str, ranks))
+            workers = f"workers {listed} are" if len(ranks) > 1 else f"worker {listed} is"
+            self._warn(f"{workers} still busy with the previous job, so this job waits")

@@ -120,7 +120,7 @@ class BestPass:
                 return  # another training used the folder and replaced the saved pass
             number, loss = int(saved["best_pass"]), float(saved["best_loss"])
         except (ModelError, KeyError, TypeError, ValueError):
-            return  # no pass is saved, so the next pass counts as the best
+            return  # no pass is saved, so the next pass will be the best
         self.losses.best_pass, self.losses.best_loss = number, loss
         self._kept_in, self.kept_pass = folder, number
 

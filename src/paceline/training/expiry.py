@@ -23,7 +23,7 @@ class FeatureExpiry:
         self._passes = passes or 1
 
     def begin(self, number: int, *, are_seen: bool) -> None:
-        """Start to record the keys pushed in pass `number`. If `are_seen`, existing rows count as pushed."""
+        """Start to record the keys pushed in pass `number`. If `are_seen`, existing rows are treated as pushed."""
         for table in self._first:
             table.begin_pass(number, rows_of=number if are_seen else number - 1)
 

@@ -181,7 +181,7 @@ class JobRunner:
                 on_report(fields)
             if state.failed is not None:
                 raise _ERRORS.get(state.failed[0], DataError)(state.failed[1])
-            if state.finished and not state.num_reports:  # num_reports: repeated to a new scheduler
+            if state.finished and not state.num_reports:  # not 0 until a new scheduler has all reports
                 self._report_progress(task, epochs, span, state)
                 return state, reports
             self._check_signals(number)

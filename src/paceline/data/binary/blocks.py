@@ -138,7 +138,7 @@ class BlockWriter(Closing):
         return section
 
     def finish(self, content: dict[str, Any], *, sync: bool = False) -> None:
-        """Write the footer with `content` and close the file. With `sync`, wait until the data is on the disk."""
+        """Write the footer with `content` and close the file. If `sync`, wait until the data is on the disk."""
         content = {**content, "end": self.position, "blocks": [astuple(entry) for entry in self._entries]}
         footer = json.dumps(content).encode()
         self._write(footer)

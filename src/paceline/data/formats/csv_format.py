@@ -99,7 +99,7 @@ def _read_rows(files: Sequence[str], columns: Columns, names: Sequence[str]) -> 
 
 
 def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> ParseRows:
-    """Return a parser for the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``."""
+    """Return a parser for the rows of ``text[start:end]`` that begin before `limit`. See ``kernels.parse_csv``."""
     from paceline.kernels.text import csv as kernels
     from paceline.kernels.text.codes import LABEL_SLOT, OPTIONAL_LABEL_SLOT, SKIPPED_SLOT, TEXT_SLOT, WEIGHT_SLOT
     from paceline.kernels.text.values import powers_of_ten

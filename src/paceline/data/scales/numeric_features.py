@@ -65,7 +65,7 @@ def find_numeric_features(batch: Batch, *, absent_is_zero: bool) -> list[Numeric
 
 
 def numbers_of(batch: Batch, keys: Sequence[int], *, absent_is_zero: bool) -> list[NumericFeature]:
-    """Return the features with these `keys`, in this order. Missing numbers are as in :func:`find_numeric_features`."""
+    """Return the features with these `keys`, in this order. :func:`find_numeric_features` explains missing numbers."""
     if not keys:
         return []
     batch = _spread_rows(batch, min(max(_MOST_NUMBERS // len(keys), _LEAST_ROWS), _MOST_ROWS))

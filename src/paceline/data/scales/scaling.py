@@ -1,8 +1,8 @@
 """Choose the scale or the bins of a column's numbers, using rows spread over the files.
 
 Gradients of a linear model are proportional to the features' values, so columns of thousands and of thousandths would
-need different learning rates. If a row has no number, it lacks the feature. In a standardized column, this counts as
-the mean.
+need different learning rates. If a row has no number, it lacks the feature. In a standardized column, this has the same
+effect as the mean.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class KeyLists:
         return known in self._entries
 
     def use(self, known: Digest) -> Any:
-        """Mark a digest as used; return its value. Raises KeyError."""
+        """Mark a digest as used. Return its value. Raises KeyError."""
         self._entries.move_to_end(known)
         return self._entries[known][1]
 

@@ -80,7 +80,7 @@ class ReceivedNumbers:
         return len(data) >= BASE_BYTES and int(data[:BASE_BYTES].view(np.uint32)[0]) == int(self._state[0])
 
     def decode(self, data: Bytes, out: Keys) -> bool:
-        """Decode keys (uint64 [n]); return False if the data is invalid."""
+        """Decode keys (uint64 [n]). Return False if the data is invalid."""
         most = min(int(self._state[0]) + len(out), self._limit)
         if most > len(self._keys):
             grown = np.zeros(min(2 * most, self._limit), np.uint64)

@@ -112,7 +112,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
     """Parse the row at `at`. Return (position after the row, number of columns, fault code or 0, number of words).
 
     The position is -1 for a row with an open quote, and -2 for a row that is incomplete for another reason. The number
-    of words is that of all texts so far.
+    of words includes those of earlier rows.
     """
     first_numeric = seeds.shape[0] - scales.shape[1]
     pattern = repeat_byte(separator)

@@ -39,7 +39,7 @@ _NUM_TABLES = 3  # weights, factors and counts come before the layers
 class ColumnSums:
     """For each example and column of a minibatch: the sum of the features' factors, and its gradient.
 
-    `indices` int32 [pairs] are row numbers of factors; `values` are float32 [pairs], or empty if all are 1.
+    `indices` int32 [pairs] are row numbers of factors. `values` are float32 [pairs], or empty if all are 1.
     """
 
     def __init__(self, layout: RowLayout, batch: Batch, indices: npt.NDArray[np.int32], values: Floats) -> None:

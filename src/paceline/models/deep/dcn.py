@@ -2,7 +2,7 @@
 
 margin = offset + bias + Σ w[k]·x_k + output(crossed, perceptron); both parts use the columns' factors. Source: Wang,
 Shivanna, Cheng, Jain, Lin, Hong, Chi, "DCN V2", WWW 2021, the parallel structure of figure 1 with full matrices. The
-linear term is not in the paper; it serves features that are too rare to have factors.
+linear term is not in the paper. It is for features that are too rare to have factors.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import field_of, name_seed
 
 _SEVERAL: Final = (
-    "a row has several values of a category, or none, and lacks their columns' names (converted columns of lists). "
+    "a row has several values of a category, or none, and its converted data does not name their columns. "
     "Convert the data again, or read it from its source"
 )
 _UNNAMED = "(no name)"
@@ -31,7 +31,7 @@ class RowLayout:
     categorical: tuple[str, ...]
     numeric: tuple[str, ...] = ()
     is_open: bool = False
-    """Whether rows may have additional fields, as in vw and JSON lines; all of them count as one additional column."""
+    """Whether rows may have additional fields (vw, JSON lines). All of them together are one additional column."""
 
     def __post_init__(self) -> None:
         for name in ("categorical", "numeric"):

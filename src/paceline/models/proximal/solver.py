@@ -66,7 +66,7 @@ class SolveTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockSolver:
-    """The solver on one worker; `offset` is added to each margin."""
+    """The solver on one worker. `offset` is added to each margin."""
 
     @classmethod
     def open(
@@ -105,7 +105,7 @@ class BlockSolver:
         return self._exchange.is_first
 
     def run(self, num_examples: int) -> Iterator[BlockPass | None]:
-        """Yield None regularly, and a report after each pass; `num_examples` counts all workers' examples.
+        """Yield None regularly, and a report after each pass. `num_examples` counts all workers' examples.
 
         Raises LostRowsError if examples of other workers were lost, DataError if values are too large.
         """
@@ -212,7 +212,7 @@ class BlockSolver:
         return _State(*total[1:8].tolist())
 
     def _extrapolate(self, iterates: Iterates, state: _State, active: Flags) -> _State:
-        """Extrapolate the weights if this lowers the objective; return the resulting state."""
+        """Extrapolate the weights if this lowers the objective. Return the resulting state."""
         products = self._gather([1.0, *iterates.products(self._shares).tolist()]).sum(axis=0)[1 : 1 + NUM_PRODUCTS]
         found = iterates.extrapolate(products)
         if found is None:

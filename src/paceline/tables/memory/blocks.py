@@ -99,7 +99,7 @@ class RowMemory:
         if not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "paceline server: rows exceed the memory limit of %.3g MB. Other rows are stored in files in %s, "
+                "paceline server: rows exceed the memory limit of %.3g MB. Further rows are stored in files in %s, "
                 "which is slower",
                 limit.num_bytes / 1e6,
                 limit.spill_dir,

@@ -1,4 +1,4 @@
-"""Memory in pages: blocks for wide rows that grow without a copy, and large arrays of which only parts are written.
+"""Memory in pages: blocks for wide rows, which grow without a copy, and large arrays that are written in part.
 
 On Linux a block is an anonymous memory mapping. The system call `mremap` enlarges a mapping without a copy, and pages
 that were never written use no memory. On other systems a growing block is copied.

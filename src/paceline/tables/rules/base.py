@@ -3,9 +3,9 @@
 Each rule has a file in this package, and the definition of its class adds the rule to :data:`RULES`. A rule updates a
 *record*, a float32 array. The record contains `dim` values (element `j` is ``record[j]``), then the *state planes* of
 `dim` numbers each (``record[dim + j]``, ``record[2 * dim + j]``), and finally a step count if the rule counts steps.
-Each row of a sparse table is a record. A dense table is a single long record, of which a push updates the elements
-``[start, stop)``. All arithmetic is float32, in the order of the single-tensor code of ``torch.optim``, so that results
-agree to 1e-6 over 100 steps.
+Each row of a sparse table is a record. A dense table is a single long record. A push updates its elements ``[start,
+stop)``. All arithmetic is float32, in the order of the single-tensor code of ``torch.optim``, so that results agree to
+1e-6 over 100 steps.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class UpdateRule(ABC):
             return
         for rule in RULES.values():
             if cls.__name__ == rule.__name__:
-                raise UsageError(f"there is an update rule {cls.__name__} already: give this one another name")
+                raise UsageError(f"an update rule {cls.__name__} exists already. Give this rule another name")
             if cls.code == rule.code:
-                raise UsageError(f"{rule.__name__} is update rule {cls.code} already: give {cls.__name__} another code")
+                raise UsageError(f"{rule.__name__} has the code {cls.code} already. Give {cls.__name__} another code")
         RULES[cls.__name__] = cls
 
     @property

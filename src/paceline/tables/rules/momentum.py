@@ -18,7 +18,7 @@ _F1 = np.float32(1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Momentum(UpdateRule):
-    """SGD with momentum, optionally Nesterov's, as ``torch.optim.SGD(momentum=…, dampening=…, nesterov=…)``.
+    """SGD with momentum, optionally Nesterov's, like ``torch.optim.SGD(momentum=…, dampening=…, nesterov=…)``.
 
     Source: Sutskever et al., ICML 2013.
     """

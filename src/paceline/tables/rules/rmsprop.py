@@ -16,7 +16,7 @@ from paceline.tables.settings import check_bounds, check_flags
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSprop(UpdateRule):
-    """RMSprop (Hinton, lecture 6e), as ``torch.optim.RMSprop``.
+    """RMSprop (Hinton, lecture 6e), like ``torch.optim.RMSprop``.
 
     The centered variant is from Graves, arXiv:1308.0850.
     """

@@ -186,7 +186,7 @@ def _describe_format(file: str | Path, format: str) -> str:
 
 
 def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
-    """Return the format of evaluation files: their own if it has the training format's features, else the latter."""
+    """Return the evaluation files' format if it has the training format's features, otherwise the training format."""
     try:
         found = detect_format(files[0])
     except DataError:

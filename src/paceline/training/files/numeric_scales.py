@@ -80,7 +80,7 @@ def _sample_numbers(files: Sequence[str], format: str, columns: Columns) -> Exam
 
 
 def scale_columns(sample: ExampleSample, columns: Columns, labels: str) -> ExampleSample:
-    """Return the sample of :func:`fit_scales` with numbers scaled as in `columns` and converted `labels`."""
+    """Return the sample of :func:`fit_scales` after scaling its numbers by `columns` and converting its labels."""
     batch = sample.batch.copy()
     read_as(labels, batch.labels)
     return dataclasses.replace(sample, batch=_scaling_of(columns).apply_in_place(batch))

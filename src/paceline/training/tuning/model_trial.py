@@ -190,7 +190,7 @@ def seconds_per_pass(model: SparseModel, num_examples: int, num_pairs: int, batc
 
 
 class InProcessTables:
-    """The rows of a model's tables in this process, updated as in a training. Not thread-safe."""
+    """The rows of a model's tables in this process. A training updates rows in the same way. Not thread-safe."""
 
     def __init__(self, stores: Sequence[SparseStore]) -> None:
         self.stores = stores

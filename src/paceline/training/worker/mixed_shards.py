@@ -64,7 +64,7 @@ class MixedShards:
         """Start to read the lease's shard, or its replacement in the mixed order."""
         dataset, shard = self._dataset, lease.shard
         can_enter = dataset.can_enter(lease.file)
-        num_shards = lease.num_shards if can_enter or lease.epoch else 0  # 0: not known to all workers
+        num_shards = lease.num_shards if can_enter or lease.epoch else 0  # 0 unless all workers know the number
         self._in_order = not num_shards or not (can_enter or dataset.is_cached)
         if num_shards:
             shard = leaping(shard, num_shards, lease.epoch)

@@ -54,9 +54,9 @@ class TableRates:
 class WorkerRates:
     """Sets `rates` by one worker's progress: the number of finished passes, given its position in a shard.
 
-    `num_examples` may be an estimate. If it is 0 (unknown), half of the shard counts as read. A file counts by its
-    bytes. In the first pass, the number of shards of a packed file is computed from four times its bytes, because its
-    unpacked size is unknown.
+    `num_examples` may be an estimate. If it is 0 (unknown), half of the shard is assumed to be read. Files are weighted
+    by their bytes. In the first pass, the number of shards of a packed file is computed from four times its bytes,
+    because its unpacked size is unknown.
     """
 
     @classmethod

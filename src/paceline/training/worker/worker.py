@@ -413,7 +413,7 @@ class _Pipeline:
         pushed, shards, progress = self._unconfirmed.popleft()
         pushed.wait()
         with self._client.servers.lock:
-            self._client.servers.raise_failures()  # of these shards' earlier pushes
+            self._client.servers.raise_failures()  # by earlier pushes of these shards
         self._report(shards, progress)
 
     def _report(self, shards: list[Lease], progress: dict[str, float]) -> None:
