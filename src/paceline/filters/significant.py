@@ -19,7 +19,7 @@ from paceline.tables.types import Floats, Keys
 class Significant(RowFilter):
     """Sends a row of a push in iteration t only if a value plus its residual exceeds `threshold` / (t + 1).
 
-    This limit decreases, so training converges to the same limit as without the filter.
+    This bound decreases, so training converges to the same result as without the filter.
     """
 
     threshold: float

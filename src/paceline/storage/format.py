@@ -190,7 +190,7 @@ class ModelManifest(Manifest, frozen=True, kw_only=True):
 
     format: str = FORMAT
     tensors: dict[str, StoredFile] = {}
-    """The files of named tensors, by their content: a PyTorch model or its optimizer."""
+    """The files of named tensors, by their owner: a PyTorch model or its optimizer."""
     model: dict[str, Any] = {}
 
     @property

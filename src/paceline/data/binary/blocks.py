@@ -165,7 +165,7 @@ class BlockFile(Closing):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # no wait for a pipe's writer
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # open a pipe without waiting
         try:
             self.content = self._read_footer()
             """The part of the footer that the writer passed as `content`."""

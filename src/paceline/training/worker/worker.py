@@ -111,7 +111,7 @@ class Worker:
     def work(self, number: int, job: jobs.WorkerTask) -> None:
         """Run a job on this worker. A data error ends the job, but not this process."""
         client = self._client
-        if number != self._counters.job:  # not if the worker receives the same job again
+        if number != self._counters.job:  # keep them if the same job is received again
             self._counters = WorkerCounters(number, start_bytes=client.byte_counts())
             self._scratch = KeyScratch()
         leases = WorkerLeases(client.link, number)
