@@ -38,7 +38,7 @@ class ModelSource:
     """The newest model in a directory of a saved model or of snapshots. A training may replace the model."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Load the model. Raises ModelError if there is none."""
+        """Load the model. Raises ModelError if the directory has no model."""
         self._directory = Path(directory)
         self.version = find_version(self._directory)
         self.model: LoadedModel = load(directory)

@@ -24,8 +24,8 @@ def serve(
 ) -> None:
     """Serve a model until SIGINT, SIGTERM or SIGHUP. Then answer the remaining requests and re-raise the signal.
 
-    Port 0 means any free port. `on_ready` receives the address. Raises ModelError if there is no model, AddressError if
-    the port is not available, and UsageError if the extra is not installed.
+    Port 0 means any free port. `on_ready` receives the address. Raises ModelError if the directory has no model,
+    AddressError if the port is not available, and UsageError if the extra is not installed.
     """
     try:
         import uvicorn
