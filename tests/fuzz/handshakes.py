@@ -27,7 +27,7 @@ class _Echo(Handler):
 
 
 class HandshakeEpisode(Episode):
-    """The two state machines, and a connection that is accepted."""
+    """Send altered messages to both state machines of the handshake, and to a listener."""
 
     name = "handshake"
     weight = 12

@@ -220,7 +220,7 @@ class ElasticGroup(Closing):
 
     @property
     def _next_shares(self) -> tuple[int, ...] | None:
-        """The value of :attr:`shares` after the next exchange. At the end of each exchange, the ranks choose it."""
+        """The value of :attr:`shares` after the next exchange, at whose end the ranks choose it."""
         return None if self.balance is None else self.balance.shares
 
     def transfer(self, share: Callable[[Group, int], None]) -> bool:

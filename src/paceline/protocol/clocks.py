@@ -245,13 +245,13 @@ class Gate:
         return self._advance()
 
     def depart(self, worker: int) -> list[Instruction]:
-        # Rule 2: a worker that leaves stops counting immediately, and its requests are dropped.
+        # Rule 2: the clock of a worker that leaves is no longer counted. Its requests are dropped.
         self._vector.leave(worker)
         self._forget_requests(worker)
         return self._advance()
 
     def finish(self, worker: int) -> list[Instruction]:
-        # Rule 3: a finished worker stops counting, but stays a member and its requests are still served.
+        # Rule 3: the clock of a finished worker is not counted. The worker stays a member, and may still send requests.
         self._vector.finish(worker)
         return self._advance()
 

@@ -359,7 +359,7 @@ class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
     """The tables and the workers.
 
     For a table: number, declared spec, current spec and revision. For a worker: incarnation, rank, clock, and whether
-    it counts.
+    the minimum clock includes this worker.
     """
 
     tables: tuple[tuple[TableNumber, TableSpec, TableSpec, Natural], ...]

@@ -122,7 +122,7 @@ def test_a_secret_that_exists_is_used() -> None:
         ({"kind": "trainjob", "volume": ["data:/data"]}, "--kind trainjob: "),
         ({"kind": "trainjob", "restarts": 1}, "--kind trainjob: --restarts"),
         ({"namespace": "Foo Bar"}, "--namespace Foo Bar: "),
-        ({"volume": ["a:/data", "b:/data"]}, "--volume: two volumes have one path"),
+        ({"volume": ["a:/data", "b:/data"]}, "--volume: each volume needs its own path"),
     ],
 )
 def test_invalid_options(wrong: Mapping[str, Any], message: str) -> None:

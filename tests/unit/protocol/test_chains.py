@@ -378,7 +378,10 @@ MACHINE_BUCKETS = 12
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """Servers come, go, leave, fall silent and are filled in any order; the model has the true holders."""
+    """Servers join, die, leave, become silent and are filled in any order.
+
+    `full` has each pair of a server and a bucket whose data the server holds. The chains must list the same pairs.
+    """
 
     @initialize(num_servers=st.integers(1, 4), replicas=st.integers(0, 2))
     def start(self, num_servers: int, replicas: int) -> None:

@@ -1,4 +1,4 @@
-"""Update rules made from torch's optimizers give their results; states convert in both directions."""
+"""Check that update rules give the same results as torch's optimizers, and convert their states in both directions."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ All-gather: in round k, rank r receives all blocks that rank ``r + 2^k`` (modulo
 vector of n bytes, the time is ``ceil(log2 p) α + (p - 1)/p n β`` (the α-β-γ model of ``evaluator``). The all-gather is
 good for short blocks, and no algorithm sends fewer bytes.
 
-All-to-all: a block for the rank d places further reaches its target in several hops: one hop of 2^k ranks for each bit
-k that is set in d. For an input of n bytes per rank, the time is ``ceil(log2 p) (α + n/2 β)``. The all-to-all sends
-more bytes than the pairwise algorithm, but far fewer messages, so it is good for short blocks. All blocks must have the
-same size, because ranks forward blocks whose sizes they do not know.
+All-to-all: rank r sends its block for rank ``r + d`` (modulo p) in several hops. For each bit k that is set in d, the
+block makes one hop of 2^k ranks. For an input of n bytes per rank, the time is ``ceil(log2 p) (α + n/2 β)``. The
+all-to-all sends more bytes than the pairwise algorithm, but far fewer messages, so it is good for short blocks. All
+blocks must have the same size, because ranks forward blocks whose sizes they do not know.
 
 Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997 "Efficient algorithms for all-to-all communications in multiport
 message-passing systems" (the sections on the index and the concatenation operation). The algorithms of the paper rotate
@@ -33,7 +33,7 @@ def all_gather(rank: int, size: int) -> Schedule:
 
 
 def all_to_all(rank: int, size: int) -> Schedule:
-    """Send each block in hops. Between two hops, a block for the rank d places further is in block ``2 * size + d``."""
+    """Send each block in hops. Between two hops, the block for rank ``rank + d`` is in block ``2 * size + d``."""
     copy_own = Copy(((rank, rank + 1),), ((size + rank, size + rank + 1),))
     rounds: list[Round] = [] if size > 1 else [(copy_own,)]
     for hop in _hops(size):

@@ -77,7 +77,7 @@ class PodOptions:
                 raise UsageError(f"--volume {volume}: expected the name of a claim and a path, such as data:/data")
         paths = [path for _, path in self.volumes]
         if len({*paths, _TLS_FOLDER}) <= len(paths):
-            raise UsageError(f"--volume: two volumes have one path, or the path {_TLS_FOLDER}")
+            raise UsageError(f"--volume: each volume needs its own path, and {_TLS_FOLDER} is reserved")
         settings = {"volume": self.volume, "tls-secret": self.tls_secret, "restarts": self.restarts}
         for flag, value in settings.items() if self.kind == "trainjob" else ():
             if value:

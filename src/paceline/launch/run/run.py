@@ -140,7 +140,9 @@ def _find_filters(options: RunOptions, strategy: StrategySpec) -> tuple[str | No
     if pulled is not None:
         parse_filters(pulled)
         if not strategy.has_servers:
-            raise UsageError(f"--pull-filters {pulled}: {strategy.name} has no embeddings on servers. Leave it out")
+            raise UsageError(
+                f"--pull-filters {pulled}: {strategy.name} has no embeddings on servers. Leave the option out"
+            )
     if chain and strategy.filters == ("tables",):
         filters_of_dense_tables(pushed)
     elif chain and strategy.filters == ("gradients",):

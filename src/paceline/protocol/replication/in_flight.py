@@ -232,7 +232,8 @@ class ChainProgress:
         self._fills = fills
         self._place = Place()
         self._pending = PendingPushes(numbers)
-        self._withheld: dict[PendingPush, None] = {}  # pushes that the whole chain has, while the chain is too short
+        # Pushes that all servers of the chain have. They are acknowledged when the chain has enough replicas.
+        self._withheld: dict[PendingPush, None] = {}
         self._overtaken = 0  # buckets in which an upstream server may lack pending pushes of older views
 
     @property

@@ -137,7 +137,7 @@ def join_fields(*fields: bytes) -> bytes:
 
 
 def prove(token: str, label: str, *fields: bytes) -> bytes:
-    """Return the proof that the end with this ``label`` (client or server) has the token and sent these fields."""
+    """Return the proof that the peer `label` ("client" or "server") has the token and sent these fields."""
     return hmac.digest(token.encode(), join_fields(PROTOCOL_NAME, label.encode(), *fields), "sha256")
 
 

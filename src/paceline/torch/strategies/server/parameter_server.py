@@ -45,11 +45,11 @@ class ParameterServer(Strategy):
     gradients are computed. ``optimizer.step()`` sends the remaining gradients. Then the rank receives the new values,
     those of the first layers first. Forward, like any other access, waits only for the parameters that it uses.
 
-    The program may write to parameters (clamping, initializing, loading), under sequential consistency at any time,
-    under other consistencies only before the first step. Every rank must write the same values. The next step sends
-    them to the servers. Every rank starts with rank 0's buffers (such as BatchNorm's statistics). In training each rank
-    changes its own buffers, and a checkpoint contains rank 0's. Ranks may have different numbers of batches. When a
-    rank has no more batches, the other ranks continue without it until the next epoch.
+    Under sequential consistency, the program may write to parameters (clamping, initializing, loading) at any time.
+    Under other consistencies, it may do so only before the first step. Every rank must write the same values. The next
+    step sends them to the servers. Every rank starts with rank 0's buffers (such as BatchNorm's statistics). In
+    training each rank changes its own buffers, and a checkpoint contains rank 0's. Ranks may have different numbers of
+    batches. When a rank has no more batches, the other ranks continue without it until the next epoch.
 
     Under sequential consistency, changes of gradients between ``backward()`` and ``optimizer.step()`` (clipping, loss
     scaling) have the same effect as on one device. For this, ``backward()`` averages gradients over the ranks at its
