@@ -245,7 +245,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "takeover-without-promises",
-        "a scheduler takes over while servers may still prepare a view of the former one",
+        "a new scheduler takes over while servers may still prepare a view of the previous scheduler",
         "protocol/scheduler/recovery.py",
         "if evidence.has_quorum(without, self._replicas, promised=self._term):",
         "if True:",

@@ -309,7 +309,8 @@ class Operations:
     def _rows(self, shape: tuple[int, ...], sizes: Sequence[int] | None, operation: str) -> list[int]:
         if not shape:
             raise UsageError(
-                f"got a 0-d array for {operation}, which divides arrays along the first axis; pass at least one axis"
+                f"got a 0-d array for {operation}, which divides arrays along the first axis; "
+                "pass an array with at least one axis"
             )
         if sizes is None:
             if shape[0] % self.size:

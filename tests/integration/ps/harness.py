@@ -230,7 +230,7 @@ class Cluster:
         client.servers.connections = []
 
     def num_counted(self) -> int:
-        """The number of workers that the servers count in the iterations."""
+        """Return the number of workers that take part in the iterations: the maximum over the servers."""
         return max(len(node.server.core.workers.counted) for node in self.nodes)
 
     def compare_replicas(self) -> int:

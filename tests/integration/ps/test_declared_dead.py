@@ -67,7 +67,10 @@ def test_declaring_a_waiting_worker_dead_ends_it() -> None:
 
 
 def test_a_client_declared_dead_is_notified_without_a_server() -> None:
-    """A stopped worker whose server died meanwhile has no other server. It would wait for a map."""
+    """The scheduler notifies the worker.
+
+    Servers reject a dead worker's requests. If its server has died too, only this notice ends the wait for a view.
+    """
     with Cluster(servers=2, workers=1, replicas=1) as cluster:
         client = cluster.connect()
         table = client.sparse_table("t", update=SGD(lr=1.0))

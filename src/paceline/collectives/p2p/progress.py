@@ -104,7 +104,7 @@ class ProgressLoop:
     def kick(self) -> None:
         """Wake the leader to apply changes of the watched sockets.
 
-        If no thread is the leader, wake one that becomes it.
+        If no thread leads or waits, wake the background thread, which may become the leader.
         """
         if self._is_selecting:
             if not self._is_woken:

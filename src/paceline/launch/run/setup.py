@@ -292,7 +292,7 @@ def _with_free_port(layout: Layout) -> Layout:
 
 
 def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None) -> tuple[int, int, int]:
-    """Return the ranks per node, the servers and the nodes of a run that an engine starts.
+    """Return the numbers of ranks per node, of servers and of nodes in a run that an engine starts.
 
     `num_ranks` has the number of ranks of each node, if the numbers are given. Raises UsageError.
     """

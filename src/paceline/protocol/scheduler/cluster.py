@@ -155,8 +155,8 @@ class ClusterCore:
     def handle(self, event: Event, time_s: float) -> list[Instruction]:
         """Handle one event; return the instructions, in order.
 
-        `time_s` is the time by any clock. A longer time than two heartbeat intervals between two events counts as two
-        intervals, so neither a jump of the clock nor a pause of the scheduler makes members overdue.
+        `time_s` is the time by any clock. The time between two events counts as at most two heartbeat intervals. So
+        neither a jump of the clock nor a pause of the scheduler makes members overdue.
         """
         self._pass_time(time_s)
         match self.phase, event:

@@ -130,7 +130,7 @@ def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> 
 
 
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
-    # the magnitude of a forwarded push is recorded by the primary
+    # the primary has checked a forwarded push; this server records its magnitude here
     is_seen = push.header is None or push.header.kind != FORWARD
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part

@@ -140,8 +140,8 @@ class _Link(Handler):
         """Send a probe unless messages wait to be sent; return whether the server is reachable without a probe.
 
         While messages wait to be sent, the answer to a probe would come late. Then the server counts as reachable if
-        the operating system has taken more bytes since the last call, because it takes bytes only after the other end
-        has acknowledged earlier bytes.
+        the operating system has taken more bytes since the last call. It takes more bytes only after the other end has
+        acknowledged earlier bytes.
         """
         peer = self.peer
         if peer is None:

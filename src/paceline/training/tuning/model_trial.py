@@ -63,7 +63,8 @@ class TriedModel:
 class ModelTrial:
     """A part of a sample, split into examples for training and held-out examples.
 
-    If `passes` is given, settings are compared after this number of passes. Otherwise each is at its best pass.
+    If `passes` is given, settings are compared after this number of passes. Otherwise, each setting's
+    best pass counts.
     """
 
     def __init__(

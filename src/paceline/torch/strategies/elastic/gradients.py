@@ -127,7 +127,7 @@ class ElasticGradients:
                 return None
             for value in values[:-1] if is_first else ():
                 if value.ticket is None:
-                    raise CollectiveError("the group failed before this bucket")
+                    raise CollectiveError("the group failed before the average of a gradient bucket was started")
                 value.ticket.wait()
             for value in values[-1:] if is_first else values:
                 group.all_reduce(value.local, "mean", out=value.mean)

@@ -162,7 +162,7 @@ def _arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def _is_known(node: fx.Node, graph: LayerGraph, plain: Mapping[fx.Node, Any]) -> bool:
-    """Return whether a node uses only the arguments and numbers that are equal in all batches."""
+    """Return whether a node can be computed from the model's arguments and constant numbers alone."""
     if node.op == "placeholder" or node in graph.free or node in plain:
         return True
     root = graph.captured.root

@@ -222,7 +222,7 @@ _WARM_UP = 2
 
 
 class Measurements:
-    """Adds up measurements of steps: this rank's sums, and the other ranks' sums when they were last received."""
+    """Adds up this rank's measurements of steps, and holds the last sums received from each rank."""
 
     def __init__(self, num_ranks: int) -> None:
         self.own: list[Any] = [0, 0.0, {}]
