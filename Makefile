@@ -103,7 +103,7 @@ gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 	touch $@
 
 .venv/.docs: .venv/.core
-	$(PIP) -e '.[docs,torch,sklearn]'
+	$(PIP) -e '.[dask,docs,torch,sklearn]'
 	touch $@
 
 clean:

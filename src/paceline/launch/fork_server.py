@@ -36,7 +36,8 @@ _UNREPORTED_S: Final = 2.0  # the longest wait for an ended child's status: a st
 _LOST_STATUS: Final = 255
 """Status of a process whose fork server ended before it. The real status is unknown (as in ``multiprocessing``)."""
 _TITLE_BYTES: Final = 4096
-_ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_ONE_THREAD: Final = dict.fromkeys(THREAD_VARIABLES, "1")
 """Variables for the fork server: a fork has no BLAS threads, and the children do not need them."""
 # glibc uses huge pages for its heap. Random lookups in a table of 10^7 rows then take a tenth less time.
 MALLOC: Final = {
