@@ -36,7 +36,7 @@ from paceline.dask.node import NodeRequest, run_node, running_nodes
 _T = TypeVar("_T")
 
 _POLL_S: Final = 0.05
-_LOOK_S: Final = 0.5
+_CHECK_S: Final = 0.5
 """Time between two requests for the list of living workers."""
 _END_S: Final = 15.0
 """Time limit for the end of the other nodes after a failure."""
@@ -82,7 +82,7 @@ def run(
     _check_versions(client, nodes)
     token = environment().token
     token = make_token() if token is None else check_token(token, "PACELINE_TOKEN")
-    with _Run(client, nodes, options, program, token) as started:
+    with _DaskRun(client, nodes, options, program, token) as started:
         return [pickle.loads(value) for value in started.wait_values(deadline)]
 
 
@@ -120,13 +120,14 @@ def _check_versions(client: Client, nodes: Sequence[str]) -> None:
     for place, versions in places.items():
         for name, num_parts in (("python", 2), ("paceline", 3)):
             own, other = (
-                ".".join(str(each["packages"][name]).split(".")[:num_parts]) for each in (found["client"], versions)
+                ".".join(str(place_versions["packages"][name]).split(".")[:num_parts])
+                for place_versions in (found["client"], versions)
             )
             if own != other:
                 raise UsageError(f"{place} has the version {other} of {name}, expected {own}. Install {own} there")
 
 
-class _Run(Closing):
+class _DaskRun(Closing):
     """The tasks of a run. :meth:`close` ends them."""
 
     def __init__(self, client: Client, nodes: Sequence[str], options: RunOptions, program: bytes, token: str) -> None:
@@ -136,7 +137,7 @@ class _Run(Closing):
         self._failures: list[RankFailure] = []
         self._errors: dict[int, Exception] = {}
         """The error to raise for a failed rank."""
-        self._failed_at = self._looks_at = 0.0
+        self._failed_at = self._checks_at = 0.0
         job, hosts = secrets.token_hex(8), [get_address_host(node) for node in nodes]
         for number, (node, host) in enumerate(zip(nodes, hosts, strict=True)):
             placement = Placement(
@@ -198,8 +199,8 @@ class _Run(Closing):
     def _take_ended(self) -> None:
         """Record the values and failures of nodes that have ended, and the loss of workers."""
         living = None
-        if time.monotonic() >= self._looks_at:
-            living, self._looks_at = _find_living(self._client), time.monotonic() + _LOOK_S
+        if time.monotonic() >= self._checks_at:
+            living, self._checks_at = _find_living(self._client), time.monotonic() + _CHECK_S
         for number, future in [*self._pending.items()]:
             node, is_done = self._nodes[number], future.done()
             if is_done and future.status == "finished":
