@@ -1,9 +1,8 @@
-"""Operations on memory that several processes share, for kernels: atomics, copies, calls of functions by address,
-waits.
+"""Operations for kernels on memory that processes share: atomics, copies, calls by address, waits.
 
-Addresses are ``uint64``. If a process writes a word with :data:`exchange` and another process reads it with
+Addresses are ``uint64``. If a process writes a word with :data:`exchange`, and another process reads this word with
 :func:`load_acquire`, the reader also sees all earlier writes of the writer. Other modules have plain-Python versions of
-their kernels for ``NUMBA_DISABLE_JIT=1``. This module has none, because shared memory is not used in this mode.
+their kernels for ``NUMBA_DISABLE_JIT=1``. This module has none, because no process uses shared memory in this mode.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MACHINE = platform.machine().lower()
 _FUTEX_NUMBERS = {"x86_64": 202, "amd64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 
 FUTEX = _FUTEX_NUMBERS.get(_MACHINE, 0) if sys.platform == "linux" else 0
-"""The number of the futex system call. It is 0 on systems without futexes, on which a waiting process polls."""
+"""The number of the futex system call. It is 0 on systems without futexes. There, a waiting process polls."""
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 usleep = types.ExternalFunction("usleep", types.int32(types.uint32))

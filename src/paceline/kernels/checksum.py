@@ -1,4 +1,4 @@
-"""The checksum XXH64, whose computation is faster than memory (Collet, "xxHash fast digest algorithm", 0.1.1)."""
+"""The checksum XXH64. Its computation is faster than memory (Collet, "xxHash fast digest algorithm", 0.1.1)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import numpy as np
 from .jit import njit
 
 _MOST_GROWTH: Final = 80.0
-"""The maximum exponent for which `column_gradients` computes exp(). Above it, the bound of the curvature is c/4."""
+"""`column_gradients` computes exp() up to this exponent. Above it, the bound of the curvature is c/4."""
 _LEAST_CURVATURE: Final = 1e-12
 
 
@@ -33,12 +33,12 @@ def column_gradients(indptr, rows, values, columns, radii, counts, weights, resi
     """Write the gradient and an upper bound of the second derivative for each of `columns` to `out` (float32 [columns,
     2]).
 
-    The bounds hold for a simultaneous change of several weights, if the weight of column j changes by at most
-    ``radii[j]`` (float32 [all columns]). ``counts[i]`` (int32 [n]) is the number m of example i's entries in the
+    The bounds are valid if several weights change at the same time and the weight of column j changes by at most
+    ``radii[j]`` (float32 [all columns]). ``counts[i]`` (int32 [n]) is m: the number of example i's entries in the
     columns that change. A column's bound is Σ m·x²·min(c·p·(1 − p)·exp(m·|x|·radius), c/4), summed over its entries x.
-    For m = 1 this is the bound of Li et al., OSDI'14. For larger m, the bound follows from Jensen's inequality: if an
-    example has m entries x that change by d each, its loss at the margin + Σ x·d is at most the mean of its losses at
-    the margins + m·x·d.
+    For m = 1 this is the bound of Li et al., OSDI'14. For larger m, the bound follows from Jensen's inequality. If an
+    example has m entries x whose weights change by d each, its loss at the margin + Σ x·d is at most the mean of its
+    losses at the margins + m·x·d.
     """
     ones = len(values) == 0
     for at in range(len(columns)):

@@ -25,12 +25,12 @@ Array = npt.NDArray[Any]
 
 SUM, PRODUCT, MIN, MAX, BITWISE_AND, BITWISE_OR, BITWISE_XOR = range(7)
 """The operations. A mean is SUM with a scale of 1/n. Integers wrap around. MIN and MAX return NaN if an operand is NaN.
-Of the zeros 0.0 and -0.0 they return the later operand. For bool, as in NumPy, SUM and MAX are "or", and PRODUCT and
-MIN are "and".
+If the operands are 0.0 and -0.0, they return the later one. For bool, as in NumPy, SUM and MAX are "or", and PRODUCT
+and MIN are "and".
 """
 
 _STEP_BYTES: Final = 256
-"""The bytes that one step of the loop reduces. They occupy 4 registers of AVX-512, or 8 of the 16 registers of AVX2."""
+"""Each step of the loop reduces this number of bytes: 4 registers of AVX-512, or 8 of the 16 registers of AVX2."""
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
@@ -81,7 +81,7 @@ def _lanes(numbers: Sequence[int]) -> Any:
 
 
 def _widen_bfloat16(builder: Any, value: Any) -> Any:
-    """Convert a vector of bfloat16 to float32: the first elements of all pairs, then the second elements.
+    """Convert a vector of bfloat16 to float32. The result has the first elements of all pairs, then the second.
 
     :func:`_narrow_bfloat16` restores the original order. A conversion in the original order would need shuffle
     instructions, which reduce the speed with AVX2 from 20 to 12 GB/s (two sources in the L2 cache).
@@ -156,7 +156,7 @@ def _narrow_float16(builder: Any, value: Any) -> Any:
 def _converts_float16() -> bool:
     """Return whether the processor has instructions that convert float16.
 
-    They are 4 times as fast as the integer code from M. Dukhan's FP16 library. Every 64-bit ARM processor and every x86
+    They are 4 times as fast as the integer code from Dukhan's FP16 library. Every 64-bit ARM processor and every x86
     processor since 2013 has them, but some emulators of x86 do not.
     """
     return binding.get_process_triple().startswith(("aarch64", "arm64")) or "+f16c" in get_host_cpu_features()
@@ -290,7 +290,7 @@ def _reduce(builder: Any, format_: _Format, operation: _Operation, start: Any, w
             lambda k, so_far: operation(builder, so_far, load(k, offset)),
             load(_I64(0), offset),
         )
-        if format_.operations is _FLOATS:  # also for a scale of 1, which changes no value and costs no time
+        if format_.operations is _FLOATS:  # even if the scale is 1: this changes no value and takes no time
             total = builder.fmul(total, _broadcast(builder, scale, total.type))
         pointer = builder.inttoptr(builder.add(target, offset), vector.as_pointer())
         builder.store(format_.narrow(builder, total), pointer, align=format_.item_bytes)

@@ -28,7 +28,7 @@ def csr_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def csr_transposed_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-def]
-    """Write the transposed matrix times `vector` (float32 [n]) to `out` (float32 [columns]); see :func:`csr_dot`."""
+    """Write the transposed matrix times `vector` (float32 [n]) to `out` (float32 [columns]). See :func:`csr_dot`."""
     out[:] = np.float32(0)
     ones = len(values) == 0
     for i in range(len(vector)):
@@ -75,8 +75,8 @@ def add_interactions(indptr, indices, values, factors, sums, margins):  # type: 
     """Add the interactions of a factorization machine to the margin of each row (`margins`, float32 [n]).
 
     The interactions of a row are ½ Σ_f ((Σ_k v_kf x_k)² − Σ_k (v_kf x_k)²), where x_k are the row's values, and v_kf
-    the `factors` (float32 [columns, dim]). `indptr`, `indices` and `values` are the CSR matrix; see :func:`csr_dot`.
-    The inner sums Σ_k v_kf x_k are written to `sums` (float32 [n, dim]).
+    the `factors` (float32 [columns, dim]). `indptr`, `indices` and `values` are the CSR matrix. See :func:`csr_dot`.
+    The kernel also writes the inner sums Σ_k v_kf x_k to `sums` (float32 [n, dim]).
     """
     ones, dim = len(values) == 0, factors.shape[1]
     for i in range(len(margins)):
@@ -98,7 +98,7 @@ def add_interactions(indptr, indices, values, factors, sums, margins):  # type: 
 
 @njit(cache=True, nogil=True)
 def interaction_gradients(indptr, indices, values, factors, sums, residuals, out):  # type: ignore[no-untyped-def]
-    """Write the gradient of the loss by `factors` to `out` (float32 [columns, dim]): Σ_i r_i x_k (sums_if − v_kf x_k).
+    """Write the loss's gradient by `factors`, Σ_i r_i x_k (sums_if − v_kf x_k), to `out` (float32 [columns, dim]).
 
     `residuals` r (float32 [n]) are the derivatives of the loss by the margins. :func:`add_interactions` describes the
     other arguments.
@@ -121,7 +121,7 @@ def add_field_interactions(indptr, indices, values, fields, active, factors, wid
     """Add the interactions of a field-aware factorization machine to the margin of each row (`margins`, float32 [n]).
 
     The interactions of a row are Σ_{a<b} ⟨v_a(field of b), v_b(field of a)⟩ x_a x_b, summed over its entries a and b.
-    `indptr`, `indices` and `values` are the CSR matrix; see :func:`csr_dot`. `fields` int32 [nnz] has the field of each
+    `indptr`, `indices` and `values` are the CSR matrix. See :func:`csr_dot`. `fields` int32 [nnz] has the field of each
     entry. `factors` float32 [columns, fields * width] has a vector v of `width` numbers for each column and field.
     `active` uint8 [columns] is 1 for columns with interactions, and 0 for other columns.
     """

@@ -1,4 +1,4 @@
-"""Kernels of a dense table, which update its values by range or by position.
+"""Kernels of a dense table: they update its values by range or by position.
 
 The table is one long array, the *record*: all values, then all first state numbers of the update rule, and so on. The
 kernels that update elements receive the kernel `update`, which applies an update rule. :mod:`paceline.tables.rules`
@@ -18,8 +18,8 @@ from .parameters import INITIAL_A, INITIAL_B, hyper_of
 def start_range(rule, record, size, start, stop, first_key, kind, seed, parameters, start_state):  # type: ignore[no-untyped-def]
     """Set elements ``[start, stop)`` of a record of `size` values to initial values and state.
 
-    `first_key` is the key of element `start` in the table. The initial values depend on keys, and not on the position
-    of a bucket in this server's record.
+    `first_key` is the key of element `start` in the table. Initial values depend on the key only, not on the position
+    in this server's record.
     """
     for j in range(start, stop):
         key = np.uint64(first_key + j - start)

@@ -24,8 +24,8 @@ _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 def digest(keys, out):  # type: ignore[no-untyped-def]
     """Write a 128-bit digest of a list of keys (uint64 [n]) to `out` (uint64 [2]). It depends on the order of keys.
 
-    The digest consists of two sums of hashes of key and position. Two different lists have equal digests with
-    probability 2**-128. An attacker can construct different lists with equal digests.
+    Each half of the digest is a sum over the keys: a hash of key and position. Two different lists have equal digests
+    with probability 2**-128. An attacker can construct different lists with equal digests.
     """
     first, second, position = np.uint64(len(keys)), _SALT, np.uint64(0)
     for i in range(len(keys)):
@@ -83,12 +83,12 @@ def decode_deltas(data, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def number_keys(keys, slot_keys, slot_numbers, state, out):  # type: ignore[no-untyped-def]
-    """Write keys (uint64 [n]) to `out` (uint8, up to 9 bytes per key) by short numbers, and return the number of bytes.
+    """Write keys (uint64 [n]) as short numbers to `out` (uint8, up to 9 bytes per key). Return the number of bytes.
 
     A key that already has a number is written as its number (LEB128). Another key is written as a zero byte and the
-    whole key. It then gets the next number, from 1 on, while there are free numbers. `slot_keys` uint64 and
-    `slot_numbers` uint32 (0 in a free slot) are the hash table of the keys' numbers; its size is a power of two.
-    `state` int64 [2] has the count of used numbers and the largest allowed number.
+    whole key. It then gets the next number, as long as there are free numbers. The first number is 1. `slot_keys`
+    uint64 and `slot_numbers` uint32 (0 in a free slot) are the hash table of the keys' numbers; its size is a power of
+    two. `state` int64 [2] has the count of used numbers and the largest allowed number.
     """
     mask = np.uint64(len(slot_keys) - 1)
     count, at = state[0], 0
@@ -173,7 +173,7 @@ def read_numbers(data, known, state, out):  # type: ignore[no-untyped-def]
 def quantize(values, bits, half, seed, scales, codes):  # type: ignore[no-untyped-def]
     """Quantize values (float32 [n]) to `bits` bits. Each value is rounded up or down at random.
 
-    The probabilities are such that the mean of the rounded value is the exact value. `half` is half of the largest
+    The probabilities are chosen so that the mean of the rounded value is the exact value. `half` is half of the largest
     code: 127, 7, 1 or 0.5 for 8, 4, 2 or 1 bit. The results are the `codes` (uint8 [ceil(n * bits / 8)]) and the
     `scales` (float32 [ceil(n / BLOCK)]): the largest magnitude of each block, or NaN if it is not finite. `seed` is
     uint64.
@@ -205,7 +205,7 @@ def quantize_nearest(values, bits, half, scales, codes):  # type: ignore[no-unty
     """Quantize values by rounding to the nearest code, for senders that add the rounding error to their next message.
 
     :func:`quantize` describes the arguments. With 1 and 2 bits, the scale of a block is the mean magnitude of the
-    values that do not become zero, which minimizes the error of the block. With 2 bits, values up to 0.7 of the block's
+    values that do not become zero. This minimizes the error of the block. With 2 bits, values up to 0.7 of the block's
     mean magnitude become zero (Li et al., "Ternary weight networks", 2016). With 1 bit, no value becomes zero
     (Karimireddy et al., ICML 2019). The norm of a block's error is at most the norm of the block.
     """

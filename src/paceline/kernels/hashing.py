@@ -1,4 +1,4 @@
-"""Hashes in NumPy and plain Python: the hash of a key, and the hash that converts a feature's bytes to its key.
+"""Hashes in NumPy and plain Python: the hash of a key, and the hash of a feature's bytes, which is its key.
 
 **Keys.** :func:`mix` computes the hash that :mod:`.index` uses. The upper bits of the hash are the key's bucket.
 

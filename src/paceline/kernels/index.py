@@ -16,13 +16,13 @@ So every set of keys fits.
 Crafted keys. The hash can be inverted, so an attacker may choose thousands of keys with one home line, and each search
 would read all of them. If an entry would lie more than ``MAX_RUN`` lines after its home line, which happens only for
 crafted keys, the bucket gets a random odd salt, and its entries are inserted again. With a random salt, two keys share
-one of n lines with probability at most 2/n (multiply-shift, Dietzfelbinger et al., J. Algorithms 1997). Before that,
-every bucket has the salt ``FIRST_SALT``, with which bits 23 to 54 of the hash select the line. So equal insertions give
-equal layouts.
+one of n lines with probability at most 2/n (multiply-shift, Dietzfelbinger et al., J. Algorithms 1997). Otherwise each
+bucket has the salt ``FIRST_SALT``: bits 23 to 54 of the hash select the line. So the same insertions always lead to the
+same layout.
 
 Marks. The last word of a line with three or five entries is unused. If the layout has a ``MARK``, each entry has 6 bits
 of this word: the mark of the pass over the data in which the entry's row was last pushed. The mark of key 0 is a word
-of its own line. Marks repeat after 63 passes, so older rows must be erased before.
+of its own line. Marks repeat after 63 passes, so a row must be erased before its mark is that old.
 
 Growth. Each bucket grows by a quarter, at a size that differs between buckets. So a table grows in small pieces: at
 10^7 rows one growth copies 20,000 rows.
@@ -42,22 +42,22 @@ from .memory import load_u32, load_u64, prefetch, store_u32, store_u64
 NUM_BUCKETS = 512
 LINE_BYTES = 64
 TAIL_LINES = 12  # the initial number of spare lines
-_AT_ONCE = 64  # the number of keys whose lines are prefetched together, in kernels whose speed matters less
-AHEAD = 32  # the number of keys between the prefetch of a line and its use; 24 to 48 are equally fast
+_AT_ONCE = 64  # the number of keys whose lines are prefetched together in kernels of less importance
+AHEAD = 32  # a line is prefetched this number of keys before its use; 24 to 48 are equally fast
 
 # Sections of the directory, a uint64 array that describes all buckets. A section has a word (LINES: two) per bucket.
 LINES = 0  # the address of the first line and the number of home lines
 ROWS = 2 * NUM_BUCKETS  # the address of the row array; 0 for inline rows
 COUNT = 3 * NUM_BUCKETS  # the number of entries in the bucket
 LIMIT = 4 * NUM_BUCKETS  # the number of entries at which the bucket must grow
-USED = 5 * NUM_BUCKETS  # the number of slots of the row array that were ever used
-FREE = 6 * NUM_BUCKETS  # 1 + the first free slot of the row array; 0 for none; a free slot begins with the next one
+USED = 5 * NUM_BUCKETS  # the number of row slots used so far, including freed ones
+FREE = 6 * NUM_BUCKETS  # 1 + the first free row slot, or 0. A free slot begins with this word for the next free slot
 TAIL = 7 * NUM_BUCKETS  # the number of spare lines after the home lines
 SALT = 8 * NUM_BUCKETS  # the salt: FIRST_SALT, or a random odd number
 DIRECTORY_WORDS = 9 * NUM_BUCKETS
 
 FIRST_SALT = 1 << 9
-MAX_RUN = 64  # the maximum number of lines from a home line to an entry; 1.5 million random keys never reached it
+MAX_RUN = 64  # maximum distance in lines of an entry from its home line; 1.5 million random keys never reached it
 
 # Fields of the layout, an int64 array with the constants of a table. MARK is the current mark, or 0 without marks.
 ENTRY_WORDS, SLOTS, INLINE, DIM, ROW_WORDS, RULE, INITIALIZER, SEED, MARK = range(9)
@@ -131,7 +131,7 @@ def _find_in_line(line, key, entry_bytes, slots):  # type: ignore[no-untyped-def
 @njit(cache=True, nogil=True, inline="always")
 def find_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
     """Return the address of the entry of `key`, or 0 if the key is absent. The search starts at `line`."""
-    if key == _U0:  # key 0 is in the line before the first line of bucket 0; its last word is 1 if the key exists
+    if key == _U0:  # key 0 has the line before its bucket's first line; the last word is 1 if the key exists
         zero = directory[0] - _LINE
         return zero if load_u32(zero + np.uint64(60)) != np.uint32(0) else _U0
     last = np.uint64(slots - 1) * entry_bytes
@@ -147,7 +147,7 @@ def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-un
     """Write the absent `key` into the first empty entry from `line` on, and return the address of the entry.
 
     If the bucket must change first, return 0 and write nothing. The bucket must grow if it has reached its limit of
-    entries. It needs another salt if too many lines from `line` on are full. Otherwise it needs a longer tail.
+    entries. Otherwise it needs another salt if too many lines from `line` on are full, or else a longer tail.
     """
     bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
     if directory[COUNT + bucket] >= directory[LIMIT + bucket]:
@@ -188,7 +188,7 @@ def is_run_too_long(directory, key, layout):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def take_slot(directory, bucket, row_words):  # type: ignore[no-untyped-def]
-    """Return a free slot in the row array of a bucket. There is a free slot if COUNT is below LIMIT."""
+    """Return a free slot in the row array of a bucket. There is one if COUNT is below LIMIT."""
     free = directory[FREE + bucket]
     if free != _U0:
         slot = free - _U1
@@ -263,7 +263,7 @@ def mark_all(directory, layout):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def old_keys(directory, layout, bucket, num_passes, keys_out):  # type: ignore[no-untyped-def]
-    """Write the keys of a bucket's rows that were last pushed `num_passes` or more passes ago. Return their number."""
+    """Write the keys of a bucket's rows whose last push was `num_passes` or more passes ago. Return their number."""
     entry_bytes, slots = np.uint64(layout[ENTRY_WORDS]) * _WORD, layout[SLOTS]
     base, count = directory[2 * bucket], 0
     has_zero = bucket == 0 and load_u32(base - _LINE + np.uint64(60)) != np.uint32(0)
@@ -318,8 +318,8 @@ def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[n
 def erase(directory, layout, keys):  # type: ignore[no-untyped-def]
     """Erase the rows of `keys`, and return the number of erased rows.
 
-    After an erasure from a full line, the entries of the next lines, which may belong to this line, are inserted again.
-    So the index needs no markers for erased entries.
+    After an erasure from a full line, the entries of the next lines are inserted again, because this line may be their
+    home line. So the index needs no markers of erased entries.
     """
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
@@ -359,7 +359,7 @@ def _put_in_again(directory, bucket, first_line, layout):  # type: ignore[no-unt
     num_lines = 1
     while load_u64(first_line + np.uint64(num_lines - 1) * _LINE + last) != _U0:
         num_lines += 1
-    taken = np.empty((num_lines * slots, entry_words + 1), np.uint32)  # each removed entry, followed by its mark
+    taken = np.empty((num_lines * slots, entry_words + 1), np.uint32)  # removed entries, each followed by its mark
     count = 0
     for number in range(num_lines):
         for slot in range(slots):
@@ -396,12 +396,12 @@ def _drop_entry(line, entry, layout):  # type: ignore[no-untyped-def]
         store_u32(tail + at, np.uint32(0))
     if layout[MARK] != 0:
         _set_mark_of_entry(entry, entry_bytes, _mark_of(line, (tail - line) // entry_bytes))
-    # If `entry` is the last entry itself, it was copied onto itself and then cleared.
+    # This is also right if `entry` is the last entry: it is copied onto itself and then cleared.
 
 
 @njit(cache=True, nogil=True)
 def bucket_keys(directory, layout, bucket, keys_out, rows_out):  # type: ignore[no-untyped-def]
-    """Write the keys of a bucket and the addresses of their rows; return the number of keys."""
+    """Write a bucket's keys and the addresses of their rows. Return the number of keys."""
     entry_bytes = np.uint64(layout[ENTRY_WORDS]) * _WORD
     base, num_lines = directory[2 * bucket], directory[2 * bucket + 1] + directory[TAIL + bucket]
     count = 0

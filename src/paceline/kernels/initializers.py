@@ -1,9 +1,9 @@
-"""Initial values of parameters, which depend only on the seed, the key and the number of the element.
+"""Initial values of parameters. They depend only on the seed, the key and the number of the element.
 
 The values do not depend on the order in which rows are created, on the server of a row, or on the number of servers.
-Before its first push a row is not stored, and each pull computes equal initial values. The random numbers are hashes of
-seed, key and counter, computed with the final step of splitmix64 (a counter-based generator, Salmon et al., "Parallel
-random numbers: as easy as 1, 2, 3", SC 2011).
+A row is stored at its first push. Until then, each pull computes the row's initial values again, with the same result.
+The random numbers are hashes of seed, key and counter, computed with the final step of splitmix64 (a counter-based
+generator, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Numba's `njit` with a cache of compiled code that is renewed after a change of any inlined source file.
+"""Numba's `njit`, with a cache that also detects changes of inlined source files.
 
 Numba keeps cache files for each function, and checks only whether the function's own source file has changed.
 Paceline's kernels are inlined across files. So if an upgrade changed only `index.py`, the cached `sparse.gather` would
 contain the old hash function, and would read wrong addresses. The check of this module covers all source files.
 
-Numba writes the index of a cache before the file that the index names. So another process could load an old file that
-is not replaced yet. Therefore the file names of this module include the hash of the sources and the process id. The
-module uses private attributes of Numba, which are equal from 0.57 to 0.68. If they are missing, only Numba's own check
-is used.
+Numba writes the index of a cache before the file that the index names. Meanwhile another process could load an old file
+of this name. Therefore the file names of this module include the hash of the sources and the process id. The module
+uses private attributes of Numba, which are the same from 0.57 to 0.68. If they are missing, only Numba's own check is
+used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _package_stamp() -> str:
 
 
 class _OwnName(str):
-    """The name of a cache file, which contains the id of the process that uses the name (a new id after a fork)."""
+    """The name of a cache file. It contains the id of the process that uses it, which is a new id after a fork."""
 
     @override
     def format(self, *arguments: object, **fields: object) -> str:
@@ -52,7 +52,7 @@ class _LoadedAlone(numba.core.caching.FunctionCache):
 
     Before the first load, Numba normally imports its implementations of all NumPy functions, and SciPy and pycparser if
     they are installed. This takes 0.45 s. Compiled code needs only Numba's runtime, so this class imports the rest only
-    for a compilation.
+    if it must compile.
     """
 
     @override
@@ -121,7 +121,7 @@ def is_cached(kernel: Any) -> bool:
     load_index = getattr(_cache_file(kernel), "_load_index", None)
     try:
         return load_index is not None and bool(load_index())
-    except Exception:  # the index is damaged, and may raise any error; Numba reports this when it compiles the kernel
+    except Exception:  # a damaged index may raise any error, which Numba reports when it compiles the kernel
         return False
 
 

@@ -1,8 +1,8 @@
 """Functions with which kernels load, store, copy and prefetch memory at an address.
 
-A sparse table has a few hundred small allocations that grow separately. So its kernels cannot use one NumPy array, and
-use a list of memory addresses instead. The entries of a table consist of 32-bit words, so a 64-bit load or store is
-only aligned to 4 bytes.
+A sparse table has a few hundred small allocations that grow separately. So its kernels use a list of memory addresses
+instead of one NumPy array. The entries of a table consist of 32-bit words, so a 64-bit load or store is only aligned to
+4 bytes.
 
 With ``NUMBA_DISABLE_JIT=1``, this module defines these functions in plain Python with :mod:`ctypes`, so that a coverage
 measurement includes the kernels.
@@ -98,8 +98,8 @@ else:
     def floats_at(typing_context: Any, address: Any, size: Any) -> Any:
         """Return the `size` float32 numbers from `address` on, as an array without reference counting.
 
-        In compiled code the array's length is 0. So the compiler does not generate code for negative indices, which
-        would add the length to an index.
+        In compiled code the array's length is 0. So the compiler generates no code that adds the length to a negative
+        index.
         """
         kind = types.Array(types.float32, 1, "C")
 

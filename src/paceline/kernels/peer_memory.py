@@ -1,4 +1,4 @@
-"""An all-reduce that reads the other ranks' arrays in their processes' memory (``process_vm_readv``, Linux only)."""
+"""An all-reduce that reads other ranks' arrays in the memory of their processes (``process_vm_readv``, Linux only)."""
 
 # mypy: disable-error-code="var-annotated,call-arg,unreachable,assignment,call-overload"
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collectives through memory that the ranks of one host share. :mod:`.steps` describes this memory and its slots.
 
 The size of chunks was chosen by a measurement on a 2-core AMD EPYC (1 MB L2 cache, 32 MB L3 cache). An all-reduce of
-100 MB took 20 ms with parts of 16 KB, and 12 ms with parts of 256 KB. Parts of 256 KB leave the L2 cache before the
-other core reads them, and reading a line from L3 is faster than reading a modified line from the other core's L2.
+100 MB took 20 ms with parts of 16 KB, and 12 ms with parts of 256 KB. A part of 256 KB is no longer in the L2 cache
+when the other core reads it. A read from L3 is faster than a read of a modified line in the other core's L2.
 """
 
 # mypy: disable-error-code="var-annotated,call-arg,unreachable,assignment,call-overload"
@@ -191,8 +191,8 @@ def move(plan, state, signature, puts, takes, block, own, item_bytes, combiner, 
     `puts` (uint64[n, 2]) has the (address, bytes) of the data that this rank sends in block 0, 1, ... of its slot.
     `takes` (uint64[m, 4]) has the (rank, block, target address, bytes) of the data that this rank reads from other
     slots. Data longer than a block needs several steps. `block` is the size of a block in bytes, equal on all ranks.
-    With a `combiner` (otherwise 0), each block that is read is reduced over all ranks; this rank's own data are at
-    address `own`.
+    If `combiner` is not 0, each block that is read is reduced over all ranks. This rank's own data are at address
+    `own`.
     """
     signature, own, combiner = _U(signature), _U(own), _U(combiner)
     if state[AT] == 0 and state[WAITING] == 0:
@@ -230,7 +230,7 @@ def move(plan, state, signature, puts, takes, block, own, item_bytes, combiner, 
 
 KERNELS = (publish_word, read_word, claim, read_peer, all_reduce_small, all_reduce, all_reduce_direct, move)
 """All kernels that are called from Python."""
-if sys.platform != "linux":  # two kernels call process_vm_readv, which exists only on Linux
+if sys.platform != "linux":  # two more kernels on Linux, because they call process_vm_readv
     KERNELS = (publish_word, read_word, claim, all_reduce_small, all_reduce, move)
 
 

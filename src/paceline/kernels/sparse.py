@@ -45,7 +45,7 @@ _KEY = np.uint64(8)
 _WORD = np.uint64(4)
 _BUCKET_SHIFT = np.uint64(55)
 _RING = 64
-_BLOCK = 64  # rows that are looked up before the first is used, if rows are stored apart from index entries
+_BLOCK = 64  # if rows are outside the index entries, this number of rows is looked up before the first is used
 SCRATCH = _RING + _BLOCK
 
 
@@ -245,7 +245,7 @@ def push_wide(directory, layout, parameters, keys, grads, scratch, update, start
         _find_rows(directory, layout, keys, start, stop, rows, lines, words)
         for i in range(start, stop):
             row = rows[i - start]
-            if row == _U0:  # the look-up found no row; the loop may have inserted it since, if `keys` has duplicates
+            if row == _U0:  # the look-up found no row, but this loop may have inserted it: `keys` may have duplicates
                 entry = find_entry(directory, lines[i - start], keys[i], bytes_of_entry(layout), layout[SLOTS])
                 if entry != _U0:
                     row = row_of_entry(directory, entry, keys[i], layout)

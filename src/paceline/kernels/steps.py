@@ -5,10 +5,11 @@ and a *slot* for the data of each rank. A collective runs in numbered *steps*. I
 its own slot, publishes the number of the step (a release store), waits until every rank has published this number, and
 reads the slots of the other ranks.
 
-A slot has two halves, for odd and even steps. A rank publishes step n + 1 after it has read the data of step n. So when
-all ranks have published step n + 1, a rank may overwrite the half of step n in step n + 2. Therefore every rank must
-wait for every other rank in every step, even if only one rank sends data (broadcast). In the first step of a call, the
-ranks also compare the signatures (hashes) of their calls. If the calls differ, every rank raises an error.
+A slot has two halves, for odd and even steps. A rank publishes step n + 1 after it has read the data of step n. So
+after all ranks have published step n + 1, a rank may overwrite the half of step n: it does so in step n + 2. Therefore
+every rank must wait for every other rank in every step, even if only one rank sends data (broadcast). In the first step
+of a call, the ranks also compare the signatures (hashes) of their calls. If the calls differ, every rank raises an
+error.
 
 A waiting kernel first polls the memory, then yields its core, then sleeps (on a futex if the system has futexes). From
 time to time it returns ``ATTENTION``, so that its caller can check the clock, signals and the other processes. The
@@ -118,7 +119,7 @@ def _nap(control, seen):  # type: ignore[no-untyped-def]
 def publish(plan, step):  # type: ignore[no-untyped-def]
     """Publish that this rank has written its data of `step` and finished the previous step. Wake sleeping ranks."""
     control = control_of(plan, plan[RANK])
-    exchange(control, _U(step))  # a full fence, so that the flags of sleeping ranks are read after this write
+    exchange(control, _U(step))  # full fence: the flags of sleeping ranks must be read after this write
     if FUTEX != 0 and load_acquire(control + _U(SLEEPERS)) != _U(0):
         system_call(FUTEX, control, _FUTEX_WAKE, 1 << 30, _U(0), _U(0), 0)
 

@@ -59,7 +59,7 @@ def test_a_late_third_word_is_malformed(tmp_path: Path, format: str) -> None:
     with open_dataset(path, format, columns) as dataset:
         labels = np.concatenate([batch.labels for batch in dataset.blocks()])
         assert (len(labels), labels.sum(), dataset.bad_lines.count) == (201, 100, 1)
-        named = "words that labels are" if format == "jsonl" else "label 'class' is none of benign, malignant"
+        named = "words that the labels are" if format == "jsonl" else "label 'class' is none of benign, malignant"
         assert named in dataset.bad_lines.first[0].reason
 
 

@@ -65,9 +65,9 @@ def test_every_rule_is_found_by_name_and_number() -> None:
 
 
 def test_two_rules_of_one_name_or_number_are_refused() -> None:
-    with pytest.raises(UsageError, match="there is an update rule SGD already"):
+    with pytest.raises(UsageError, match="an update rule SGD exists already"):
         type("SGD", (UpdateRule,), {"code": 99})
-    with pytest.raises(UsageError, match="FTRL is update rule 6 already: give MyFTRL another code"):
+    with pytest.raises(UsageError, match="FTRL has the code 6 already"):
         type("MyFTRL", (FTRL,), {})
 
 

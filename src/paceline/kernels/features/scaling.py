@@ -7,7 +7,7 @@ import numpy as np
 from paceline.kernels.jit import njit
 
 MOST_DEVIATIONS = 1000.0
-"""The largest scaled value, in standard deviations from the mean. Larger distances are clipped to this value."""
+"""The largest distance of a scaled value from the mean, in standard deviations. Values beyond it are clipped."""
 
 
 @njit()
@@ -20,8 +20,8 @@ def centre_number(value, centre):  # type: ignore[no-untyped-def]
 def scale_number(number, unit, mean, deviation, centre):  # type: ignore[no-untyped-def]
     """Return the scaled number (x - mean) / deviation as float64.
 
-    `number` is the result of :func:`centre_number`. If `unit` is not 0, x is sign(v) log(1 + |v| / unit) of the
-    original value v. If `deviation` is 0, the number is returned unchanged.
+    `number` is the result of :func:`centre_number`. If `unit` is not 0, x is sign(v) log(1 + |v| / unit), where v is
+    the original value. If `deviation` is 0, the number is returned unchanged.
     """
     if deviation == 0.0:
         return number
@@ -70,8 +70,8 @@ def bin_columns(indptr, keys, values, fields, hashes, num_categorical, seeds, fi
 
     The rows are `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs] and `fields` uint32 [pairs].
     A row has a pair for each of `num_categorical` columns, then the pairs of the numeric columns, in the order of
-    `seeds` (uint64 [n], their keys); some may be missing. The numbers of the fields, `hashes` uint32 [num_categorical +
-    n], are written to `fields`.
+    `seeds` (uint64 [n], their keys); some may be missing. The kernel writes the numbers of the fields, `hashes` uint32
+    [num_categorical + n], to `fields`.
 
     The edges of numeric column c are ``edges[firsts[c]:firsts[c + 1]]`` (float32, ascending). A column without edges
     has no bins. The first bin lies below the first edge, and a further bin starts at each edge. So a column has one bin
@@ -89,7 +89,7 @@ def bin_columns(indptr, keys, values, fields, hashes, num_categorical, seeds, fi
             while found < seeds.shape[0] and seeds[found] != keys[i]:
                 found += 1
             if found == seeds.shape[0]:
-                continue  # the key belongs to a list; the keys of lists follow the categories
+                continue  # a key of a list, which comes after the categories
             column = found + 1
             fields[i] = hashes[num_categorical + found]
             low, high = firsts[found], firsts[found + 1]

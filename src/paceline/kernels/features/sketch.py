@@ -27,7 +27,7 @@ _INFINITY = np.float32(np.inf)
 
 @njit(cache=True, nogil=True)
 def place_features(features, num_blocks, frequent, chosen, blocks, masks):  # type: ignore[no-untyped-def]
-    """Write the features whose counts must be looked up, and the cells that count each. Return their number.
+    """Write the features whose counts must be looked up, and the cells of each feature. Return their number.
 
     `features` is uint64 [n]. `frequent` (uint64, a power of two long) is a hash table of features that are known to be
     frequent, and need no look-up. The results are the positions of the other features (`chosen` int64), their blocks
@@ -36,7 +36,7 @@ def place_features(features, num_blocks, frequent, chosen, blocks, masks):  # ty
     last, count = np.uint64(len(frequent) - 1), np.int64(0)
     for i in range(len(features)):
         hashed = mix(features[i])
-        chosen[count] = i  # overwritten by the next feature if frequent: a branch would often be mispredicted
+        chosen[count] = i  # overwritten later if the feature is frequent: a branch would often be mispredicted
         blocks[count] = hashed % num_blocks
         masks[count] = MASKS[np.int64(((mix(hashed + _SECOND_HASH) >> _U32) * _NUM_MASKS) >> _U32)]
         count += np.int64(frequent[np.int64(hashed & last)] != features[i])
@@ -45,7 +45,7 @@ def place_features(features, num_blocks, frequent, chosen, blocks, masks):  # ty
 
 @njit(cache=True, nogil=True)
 def least_counts(rows, places, masks, out):  # type: ignore[no-untyped-def]
-    """Write the estimated count of each feature, the minimum of its cells, to `out` (float32 [n]).
+    """Write each feature's estimated count to `out` (float32 [n]). It is the minimum of the feature's cells.
 
     `rows` (float32 [blocks * BLOCK]) has one row of cells for each block. The cells of feature i are in row
     ``places[i]`` (int32 [n]), at the bits of ``masks[i]`` (uint8 [n]).
@@ -92,7 +92,7 @@ def note_frequent(features, chosen, is_frequent, frequent):  # type: ignore[no-u
 
 @njit(cache=True, nogil=True)
 def count_occurrences(indices, out):  # type: ignore[no-untyped-def]
-    """Write to ``out[i]`` (int64) how often the number i occurs in `indices` (int32)."""
+    """Write the number of occurrences of i in `indices` (int32) to ``out[i]`` (int64)."""
     out[:] = 0
     for i in range(len(indices)):
         out[indices[i]] += 1

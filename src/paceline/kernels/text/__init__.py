@@ -1,1 +1,1 @@
-"""Numba kernels that parse text formats, one module for each format, and the codes and values that they share."""
+"""Numba kernels that parse text formats. Each format has a module; codes and values are common to all."""

@@ -24,11 +24,11 @@ row or the number of the malformed column.
 """
 
 LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT, OPTIONAL_LABEL_SLOT, TEXT_SLOT = -1, -2, -3, -4, -5
-"""The slots of csv columns that do not contain a single feature.
+"""The slots of csv columns that are not exactly one feature.
 
 A column's *slot* is the position of its feature in a row, or one of these codes. Columns with SKIPPED_SLOT are not
-read. With OPTIONAL_LABEL_SLOT, a missing label is NaN. TEXT_SLOT is the slot of the first text column, and the next
-text columns have the slots TEXT_SLOT - 1, TEXT_SLOT - 2 and so on.
+read. If a column has OPTIONAL_LABEL_SLOT, a missing label is NaN. The text columns have the slots TEXT_SLOT, TEXT_SLOT
+- 1, TEXT_SLOT - 2 and so on.
 """
 
 NO_BAR, BAD_VW_HEAD, BAD_VW_WEIGHT, BAD_VW_BASE = range(17, 21)
@@ -48,16 +48,16 @@ REASONS = {
     BAD_INDEX: "an index is not an integer from 0 to 2^64-1 with a colon after it",
     BAD_VALUE: "a value is not a finite float32 number",
     NO_BAR: "it has no | before its features",
-    BAD_VW_HEAD: "before the first | stands something else than a label, a weight and a tag",
+    BAD_VW_HEAD: "before the first | is something other than a label, a weight and a tag",
     BAD_VW_WEIGHT: "its weight is below 0",
-    BAD_VW_BASE: "it has an initial prediction, which is not read",
+    BAD_VW_BASE: "it has an initial prediction, which is not supported",
     BAD_TRIPLE: "a feature is not field:feature:value with a finite float32 number",
     MISSING_LABEL: "it has no label",
     MISSING_WEIGHT: "it has no weight",
     BAD_JSON: "it is not one object of JSON",
     BAD_JSON_LABEL: "its label is not a finite number, true or false",
-    BAD_JSON_CLASS: "its label is none of the words that labels are",
+    BAD_JSON_CLASS: "its label is not one of the words that the labels are",
     BAD_JSON_NUMBER: "a number is not a finite float32 number",
-    BAD_JSON_WEIGHT: "its weight is not a finite number from 0 up",
+    BAD_JSON_WEIGHT: "its weight is not a finite number of 0 or more",
     TOO_DEEP: f"it is nested deeper than {MAX_DEPTH} objects and lists",
 }

@@ -112,7 +112,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
     """Parse the row at `at`. Return (position after the row, number of columns, fault code or 0, number of words).
 
     The position is -1 for a row with an open quote, and -2 for a row that is incomplete for another reason. The number
-    of words counts the words of all texts so far.
+    of words includes those of earlier rows.
     """
     first_numeric = seeds.shape[0] - scales.shape[1]
     pattern = repeat_byte(separator)
@@ -123,10 +123,10 @@ def _parse_row(  # type: ignore[no-untyped-def]
         size = first_ending(word, pattern)
         ending = byte_at(text, at + size)
         is_padded = trims and size > 0 and (byte_at(text, at) == _SPACE or byte_at(text, at + size - 1) == _SPACE)
-        if ending == separator and at + size < end and not is_padded:  # a short cell, as most cells are
+        if ending == separator and at + size < end and not is_padded:  # most cells are short
             is_done = False
             if 0 <= slot < first_numeric:
-                if size == 8:  # a separate branch lets the processor start the next cell without this cell's size
+                if size == 8:  # with this branch, the processor can start the next cell before it has this cell's size
                     if (word >> np.uint64(48)) != POINT_ZERO and np.int64(word & _BYTE) != _QUOTE:
                         keys[base + slot] = hash_finish(hash_step(hash_start(seeds[slot], 8), word))
                         at += 9
@@ -160,8 +160,8 @@ def _parse_row(  # type: ignore[no-untyped-def]
             stop = at
         if at >= end:
             return -2, column, why, num_words
-        # There is a call for `scratch` and a call for `text`. With one variable for both arrays, Numba would count
-        # references for each cell.
+        # One call is for `scratch` and one for `text`: with one variable for both arrays, Numba would count references
+        # for each cell.
         if slot <= TEXT_SLOT:
             seed, fault, before = text_seeds[TEXT_SLOT - slot], 0, num_words
             if moved:
@@ -193,7 +193,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
 
 @uncounted()
 def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[no-untyped-def]
-    """Set the values of a row's categories to 1 and remove its missing numbers. Return the end of the row's pairs."""
+    """Set the values of a row's categories to 1, and remove missing numbers. Return the end of the row's pairs."""
     after = base + num_features
     if num_numeric == 0:
         return after
@@ -203,7 +203,7 @@ def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[n
     kept = first_numeric
     for k in range(first_numeric, after):
         keys[kept], values[kept] = keys[k], values[k]
-        kept += np.int64(values[k] == values[k])  # 0 for NaN; a branch would often be mispredicted
+        kept += np.int64(values[k] == values[k])  # NaN adds 0; a branch would often be mispredicted
     return kept
 
 

@@ -2,12 +2,12 @@
 
 Each name and value of the object is a feature. A number is a numeric feature, whose key is the hash of the name. A
 text, `true` and `false` are categories, whose key is a hash that starts from the hash of the name. `null` and `NaN` are
-missing values. In lists, numbers are categories too, in the spelling of
+missing values. In a list, a number is a category too, with the spelling of
 :func:`paceline.kernels.text.values.number_text`.
 
 The name of a value in nested objects consists of their names, joined by dots. An object in a list has the name of the
-list. All values under one name of the outermost object, at any depth, are one field. The reference implementation is
-``json_line`` of ``tests/reference/json_lines.py``. :mod:`.lines` defines the limits within which kernels read text.
+list. Each name of the outermost object is a field, with all values below it at any depth. The reference implementation
+is ``json_line`` of ``tests/reference/json_lines.py``. :mod:`.lines` defines the limits within which kernels read text.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ def _parse_object(  # type: ignore[no-untyped-def]
     """Parse the object whose opening brace is at `at`.
 
     Return (position after the object, number of pairs so far, label, weight, fault code or 0). `bases` and `is_list`
-    (int64 [MAX_DEPTH]) are scratch memory for the open lists and objects: the end of their name in `scratch`, and
-    whether they are lists.
+    (int64 [MAX_DEPTH]) are scratch memory. They record for each open list or object the end of its name in `scratch`,
+    and whether it is a list.
     """
     label, weight = np.nan, np.nan if weight_seed != _NO_SEED else 1.0
     depth, bases[0], is_list[0], may_close = 0, 0, 0, True
@@ -304,7 +304,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
                 values[pair] = 1.0 if is_category else value
                 fields[pair] = np.uint32(name_hash & _LOW)
                 pair += 1
-            depth += 1  # a scalar then ends like a list or an object, by the code below
+            depth += 1  # the code below handles the end of a scalar as that of a list or an object
         depth -= 1
         if depth < 0:
             return at, pair, label, weight, 0

@@ -1,4 +1,4 @@
-"""Kernels that find the end of a number in JSON, and that write its spelling as a category, for :mod:`.json_lines`."""
+"""Kernels for :mod:`.json_lines` that find the end of a number, and that write its spelling as a category."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from paceline.kernels.jit import uncounted
 from paceline.kernels.text.bytes import byte_at
 
 _MINUS, _DOT = 45, 46
-_MOST_PLACES, _LEAST_PLACE = 18, -5  # the largest and smallest place of the decimal point without an exponent
+_MOST_PLACES, _LEAST_PLACE = 18, -5  # without an exponent, the decimal point is at most and at least at these places
 
 
 @uncounted()

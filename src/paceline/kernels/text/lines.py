@@ -205,7 +205,7 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
                 continue
         if 0 <= digit <= 9:
             seen = True
-            if kept < 18:  # more digits would change the float32 by at most one unit in the last place
+            if kept < 18:  # further digits could change the float32 by at most one unit in the last place
                 mantissa = mantissa * 10 + digit
                 if mantissa > 0:
                     kept += 1

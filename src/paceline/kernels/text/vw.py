@@ -1,10 +1,10 @@
 """A Numba kernel that converts lines of Vowpal Wabbit's or libffm's text format to keys and values.
 
 A line of Vowpal Wabbit has the form ``[label [weight [0]]] ['tag]|namespace[:value] feature[:value] ... |namespace
-...``. A feature's key is the hash of its name; the hash starts from the hash of the namespace's name. The value of a
+...``. A feature's key is the hash of its name. This hash starts from the hash of the namespace's name. The value of a
 feature is multiplied by the value of its namespace. Each namespace is a field. A feature without a name has its number
-in the namespace (from 0 on) as its name. A word is a tag, which is ignored, if it begins with a quote or is directly
-before the first bar, without a blank.
+in the namespace (from 0 on) as its name. A word is a tag if it begins with a quote, or if no blank is between it and
+the first bar. Tags are ignored.
 
 A line of libffm, ``label field:feature:value ...``, is read as ``label |field feature:value ...``. The reference
 implementation is ``vw_line`` of ``tests/reference/text.py``. :mod:`.lines` defines the limits within which kernels read
@@ -31,7 +31,7 @@ from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POS
 from paceline.kernels.text.values import MAX_FLOAT32, powers_of_ten
 
 UNWEIGHTED = NUM_COUNTS
-"""The index in the array `counts` of a flag: whether all weights are 1."""
+"""The index in the array `counts` of the flag that all weights are 1."""
 NUM_VW_COUNTS = NUM_COUNTS + 1
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _QUOTE, _COLON, _BAR = 9, 10, 13, 32, 39, 58, 124

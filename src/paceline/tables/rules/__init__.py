@@ -1,4 +1,4 @@
-"""Update rules (optimizers), which servers apply to rows when gradients arrive. One file per rule; see :mod:`.base`."""
+"""Update rules (optimizers), which servers apply to rows when gradients arrive. One file per rule. See :mod:`.base`."""
 
 from .adadelta import Adadelta
 from .adagrad import Adagrad

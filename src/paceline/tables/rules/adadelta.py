@@ -15,7 +15,7 @@ from paceline.tables.settings import check_bounds, check_flags
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adadelta(UpdateRule):
-    """Adadelta (Zeiler, arXiv:1212.5701), as ``torch.optim.Adadelta``."""
+    """Adadelta (Zeiler, arXiv:1212.5701), like ``torch.optim.Adadelta``."""
 
     lr: float = 1.0
     rho: float = 0.9

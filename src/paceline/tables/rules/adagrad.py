@@ -18,9 +18,9 @@ from paceline.tables.types import Doubles, Floats
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adagrad(UpdateRule):
-    """Adagrad (Duchi et al., JMLR 2011), as ``torch.optim.Adagrad``.
+    """Adagrad (Duchi et al., JMLR 2011), like ``torch.optim.Adagrad``.
 
-    With ``l1``, each update additionally moves a weight towards 0, but not beyond 0: by l1 times the step that a
+    If ``l1`` is given, each update also moves a weight towards 0, but not beyond 0: by l1 times the step that a
     gradient of 1 would make.
     """
 

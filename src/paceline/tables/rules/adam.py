@@ -42,10 +42,10 @@ def _update(record, dim, start, stop, grads, at, hyper, sign, step, amsgrad):  #
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam(Moments):
-    """Adam (Kingma & Ba, ICLR 2015), as ``torch.optim.Adam``; optionally AMSGrad (Reddi et al., ICLR 2018).
+    """Adam (Kingma & Ba, ICLR 2015), like ``torch.optim.Adam``; optionally AMSGrad (Reddi et al., ICLR 2018).
 
-    With ``l1``, each update additionally moves a weight towards 0 by lr·l1 / (root of the second moment), but not
-    beyond 0.
+    If ``l1`` is given, each update also moves a weight towards 0 by lr·l1 / (root of the second moment), but not beyond
+    0.
     """
 
     amsgrad: bool = False
@@ -111,7 +111,7 @@ class Adam(Moments):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, ICLR 2019), as ``torch.optim.AdamW``."""
+    """Adam with decoupled weight decay (Loshchilov & Hutter, ICLR 2019), like ``torch.optim.AdamW``."""
 
     weight_decay: float = 0.01
 

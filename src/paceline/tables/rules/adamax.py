@@ -14,7 +14,7 @@ from paceline.tables.rules.moments import Moments
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adamax(Moments):
-    """Adam with the infinity norm (Kingma & Ba, section 7.1), as ``torch.optim.Adamax``."""
+    """Adam with the infinity norm (Kingma & Ba, section 7.1), like ``torch.optim.Adamax``."""
 
     code: ClassVar[int] = 8
 

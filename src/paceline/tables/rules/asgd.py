@@ -17,7 +17,7 @@ _F1 = np.float32(1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ASGD(UpdateRule):
-    """Averaged SGD (Polyak & Juditsky, 1992), as ``torch.optim.ASGD``.
+    """Averaged SGD (Polyak & Juditsky, 1992), like ``torch.optim.ASGD``.
 
     The average of the values is the state ``ax``.
     """

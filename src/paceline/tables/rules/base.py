@@ -1,11 +1,11 @@
-"""The base class of update rules. A rule is a frozen dataclass with a kernel that updates parameters.
+"""The base class of update rules. A rule is a frozen dataclass. Its kernel updates parameters.
 
 Each rule has a file in this package, and the definition of its class adds the rule to :data:`RULES`. A rule updates a
 *record*, a float32 array. The record contains `dim` values (element `j` is ``record[j]``), then the *state planes* of
 `dim` numbers each (``record[dim + j]``, ``record[2 * dim + j]``), and finally a step count if the rule counts steps.
-Each row of a sparse table is a record. A dense table is a single long record, of which a push updates the elements
-``[start, stop)``. All arithmetic is float32, in the order of the single-tensor code of ``torch.optim``, so that results
-agree to 1e-6 over 100 steps.
+Each row of a sparse table is a record. A dense table is a single long record. A push updates its elements ``[start,
+stop)``. All arithmetic is float32, in the order of the single-tensor code of ``torch.optim``, so that results agree to
+1e-6 over 100 steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULES: Final[dict[str, type[UpdateRule]]] = {}
 """All update rules by the name of their class. Messages and saved models contain this name."""
 
 rule_kernel: Final = inlined(error_model="numpy", pipeline_class=Unaliased)
-"""The decorator for the kernels of a rule. A loop over rows inlines such a kernel, and is cached together with it."""
+"""The decorator of a rule's kernels. Loops over rows inline these kernels, and are cached together with them."""
 
 _NUM_NUMBERS: Final = NUM_HYPER - 2
 
@@ -39,18 +39,18 @@ class UpdateRule(ABC):
     code: ClassVar[int]
     """The unique number that identifies the rule in kernels."""
     counts: ClassVar[Literal["never", "always", "by settings"]] = "never"
-    """Whether records have a step count. With ``by settings``, :attr:`has_count` decides this for each rule object."""
+    """Whether records have a step count. If ``by settings``, :attr:`has_count` depends on the rule's settings."""
     narrow_words: ClassVar[int] = 0
-    """The number of float32 in a record with one value and no step count, if this rule has its own compiled loop over
-    rows with one value; otherwise 0.
+    """0, or the number of float32 in a record with one value and no step count. It is not 0 if this rule has its own
+    compiled loop over rows with one value.
     """
     wide_loop: ClassVar[bool] = False
     """Whether this rule has its own compiled loop over rows with several values."""
     squares: ClassVar[int] = 0
-    """The number of the state plane whose square root the rule computes, from 1 on; 0 if it computes none."""
+    """The number, from 1, of the state plane whose square root the rule computes; 0 if there is none."""
     row_dim: ClassVar[int | None] = None
-    """The number of values that a row must have, if the rule updates the values of a row together; otherwise None. Such
-    a rule updates sparse tables only.
+    """None, or the number of values that a row must have, because the rule updates a row's values together. Such a rule
+    updates sparse tables only.
     """
     logistic_rate: ClassVar[float | None] = None
     """The learning rate for sparse logistic regression; None if ``paceline train`` does not offer the rule."""
@@ -60,9 +60,9 @@ class UpdateRule(ABC):
             return
         for rule in RULES.values():
             if cls.__name__ == rule.__name__:
-                raise UsageError(f"there is an update rule {cls.__name__} already: give this one another name")
+                raise UsageError(f"an update rule {cls.__name__} exists already. Give this rule another name")
             if cls.code == rule.code:
-                raise UsageError(f"{rule.__name__} is update rule {cls.code} already: give {cls.__name__} another code")
+                raise UsageError(f"{rule.__name__} has the code {cls.code} already. Give {cls.__name__} another code")
         RULES[cls.__name__] = cls
 
     @property
@@ -80,8 +80,8 @@ class UpdateRule(ABC):
         """Whether records have a step count after their state planes."""
         return self.counts == "always"
 
-    # The kernel, for elements with equal numbers of updates. tests/reference/update_rules.py has reference
-    # implementations in NumPy.
+    # The kernel, for elements with equal numbers of updates. Reference implementations in NumPy are in
+    # tests/reference/update_rules.py.
 
     @staticmethod
     @abstractmethod
@@ -115,11 +115,11 @@ class UpdateRule(ABC):
         return Bounds(largest)
 
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
-        """Return bounds of the records after `num` pushes, and a bound of the intermediate values.
+        """Return bounds of the records after `num` pushes, and an upper bound of the intermediate values.
 
         `at` are the current bounds, `formed` the bounds of the records that were written with other hyperparameters,
         and `gradient` is the largest magnitude of a gradient. If a rule has no bounds, every push is first tried on a
-        copy of its rows, which takes twice as long.
+        copy of its rows. So a push takes twice as long.
         """
         return UNKNOWN, np.inf
 
@@ -154,7 +154,7 @@ class UpdateRule(ABC):
         return ", ".join([*self.states, "step"] if self.has_count else self.states)
 
     def check_follows(self, other: UpdateRule, subject: str) -> None:
-        """Raise UsageError if this rule cannot use the state of `other`, the former rule of the table `subject`."""
+        """Raise UsageError if this rule cannot use the state of `other`: the previous rule of the table `subject`."""
         name, former = type(self).__name__, type(other).__name__
         if (name, self.state_names) == (former, other.state_names):
             return

@@ -70,7 +70,7 @@ class FTRL(UpdateRule):
     @staticmethod
     @rule_kernel
     def initialize(record, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
-        """Set the state z so that it gives the initial weight, for n = 0."""
+        """Set the state z so that the weight computed from it, with n = 0, is the initial weight."""
         for j in range(start, stop):
             value = record[j]
             if value != _F0:
@@ -95,7 +95,7 @@ class FTRL(UpdateRule):
         inverse, least = over(1.0, self.alpha), over(self.beta, self.alpha) + self.l2
         squares = (at.second + num * gradient * gradient) * off
         root = math.sqrt(squares)
-        slope = (gradient + ROUNDING * root) * inverse  # a bound of a weight's divisor's growth in one push
+        slope = (gradient + ROUNDING * root) * inverse  # upper bound of the growth of a weight's divisor in one push
         # A weight that was computed with these hyperparameters changes by at most the gradient divided by its new
         # divisor. A weight that was computed with other hyperparameters may change more, and is bounded by `formed`.
         updated = formed.first + gradient + slope * formed.values

@@ -9,15 +9,15 @@ import math
 from typing import Final, NamedTuple
 
 ROUNDING: Final = 1e-6
-"""A bound of the total relative rounding error of one update."""
+"""Upper bound of the total relative rounding error of one update."""
 TINY_GRADIENT: Final = 1e-16
-"""The square of a gradient below this number, times a small factor, may be 0 as a float32."""
+"""If a gradient is below this number, its square times a small factor may be 0 as a float32."""
 _LEAST: Final = 1e-37
 """A number below this one may be 0 as a float32, so it cannot be used as a divisor."""
 
 
 class Bounds(NamedTuple):
-    """Upper bounds for all records: of the magnitudes of values and of two state planes, and for Adam of a ratio."""
+    """Upper bounds for all records: of the magnitudes of values and of two state planes, and (Adam) of a ratio."""
 
     values: float = 0.0
     first: float = 0.0
@@ -44,7 +44,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def error(num: int) -> float:
-    """Return the factor by which rounding errors may increase a number in `num` updates."""
+    """Return the largest factor by which rounding errors can increase a number in `num` updates."""
     return power(1.0 + ROUNDING, num)
 
 

@@ -1,8 +1,8 @@
-"""The loops over rows and elements that apply update rules. They are compiled once for all rules of this package.
+"""The loops over rows and elements that apply update rules. One compilation serves all rules of this package.
 
 A table stores the number of its rule. For the rules in :data:`RULES`, this module generates a function that compares
 this number with the number of each rule, and calls the kernel of the equal one. The compiler inlines the kernels. So
-only one `push` for all rules, instead of one per rule, is compiled and loaded from the cache. Some rules have their own
+one `push` for all rules is compiled and loaded from the cache, instead of one for each rule. Some rules have their own
 loop in `push` (:attr:`UpdateRule.wide_loop`).
 """
 
@@ -114,7 +114,7 @@ def _make_choice(parameters: str, kernels: Iterable[tuple[type[UpdateRule], Any]
     """
     names: dict[str, Any] = {}
     lines = [f"def choose(rule, {parameters}):"]
-    codes: dict[Any, list[int]] = {}  # for each kernel, the numbers of the rules that use it
+    codes: dict[Any, list[int]] = {}  # the numbers of the rules that use each kernel
     for rule, kernel in kernels:
         codes.setdefault(kernel, []).append(rule.code)
     for number, (kernel, rule_codes) in enumerate(codes.items()):
@@ -155,7 +155,7 @@ def _start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[
     _initialize(rule, record, dim, start, stop, hyper)
 
 
-# If a user's program defines its own rule, the kernels are not cached, because the cache does not detect changes of it.
+# If a user's program defines a rule, the kernels are not cached, because the cache does not detect changes of the rule.
 _only_builtin_rules: Final = all(rule.__module__.startswith(f"{__package__}.") for rule in RULES.values())
 _PUSH: Final = "directory, layout, parameters, keys, grads, scratch"
 _push_narrow: Final = _loop(

@@ -18,7 +18,7 @@ _F1 = np.float32(1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Momentum(UpdateRule):
-    """SGD with momentum, optionally Nesterov's, as ``torch.optim.SGD(momentum=…, dampening=…, nesterov=…)``.
+    """SGD with momentum, optionally Nesterov's, like ``torch.optim.SGD(momentum=…, dampening=…, nesterov=…)``.
 
     Source: Sutskever et al., ICML 2013.
     """
@@ -53,7 +53,7 @@ class Momentum(UpdateRule):
     @property
     @override
     def has_count(self) -> bool:
-        return self.dampening != 0  # with the count, the kernel detects the first gradient, which is not dampened
+        return self.dampening != 0  # for the kernel to detect the first gradient, which is not dampened
 
     @staticmethod
     @rule_kernel
@@ -74,7 +74,7 @@ class Momentum(UpdateRule):
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
         off = error(num)
         undamped = max(1.0, abs(1.0 - self.dampening))
-        gain = undamped * (1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num)  # velocity / gradient at most
+        gain = undamped * (1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num)  # bounds velocity / gradient
         # With weight decay, the gradient grows with the values, and the values with the gradient. The bound of the
         # values is the solution of this inequality.
         factor = num * self.lr * (1.0 + gain) * off

@@ -18,7 +18,7 @@ _F1 = np.float32(1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NAdam(Moments):
-    """Adam with Nesterov's momentum (Dozat, ICLR workshop 2016), as ``torch.optim.NAdam``."""
+    """Adam with Nesterov's momentum (Dozat, ICLR workshop 2016), like ``torch.optim.NAdam``."""
 
     momentum_decay: float = 4e-3
     decoupled_weight_decay: bool = False

@@ -40,7 +40,7 @@ class ProximalNewton(UpdateRule):
     - (s, -n) with n > 0 describes the column of the weight: it has n values, and s is the sum of their magnitudes. The
       push sets the weight to 0. Until the first step, the row's values are (s, n). If s is negative, the weight has no
       penalty.
-    - (g, 0) only sets the second value of the row, from which workers read the sum of the numbers that they pushed.
+    - (g, 0) only sets the second value of the row. Workers push numbers in this way, and then read their sum.
 
     The state consists of the radius and the unit. The unit is negative if the weight has no penalty.
     """

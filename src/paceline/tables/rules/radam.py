@@ -17,7 +17,7 @@ _F1 = np.float32(1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RAdam(Moments):
-    """Rectified Adam (Liu et al., ICLR 2020), as ``torch.optim.RAdam``."""
+    """Rectified Adam (Liu et al., ICLR 2020), like ``torch.optim.RAdam``."""
 
     decoupled_weight_decay: bool = False
 

@@ -16,7 +16,7 @@ from paceline.tables.settings import check_bounds, check_flags
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSprop(UpdateRule):
-    """RMSprop (Hinton, lecture 6e), as ``torch.optim.RMSprop``.
+    """RMSprop (Hinton, lecture 6e), like ``torch.optim.RMSprop``.
 
     The centered variant is from Graves, arXiv:1308.0850.
     """
@@ -61,7 +61,7 @@ class RMSprop(UpdateRule):
 
     @override
     def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
-        if self.centered or self.momentum >= 1.0:  # the centered rule takes the root of a difference: no bound exists
+        if self.centered or self.momentum >= 1.0:  # centered: the root of a difference has no bound
             return UNKNOWN, math.inf
         off = error(num)
         step = over(normed(self.eps), math.sqrt(max(1.0 - self.alpha, 0.0)))

@@ -18,7 +18,7 @@ _F0 = np.float32(0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rprop(UpdateRule):
-    """Resilient propagation (Riedmiller & Braun, 1993), as ``torch.optim.Rprop``.
+    """Resilient propagation (Riedmiller & Braun, 1993), like ``torch.optim.Rprop``.
 
     `lr` is the size of the first step.
     """

@@ -17,9 +17,9 @@ from paceline.tables.settings import check_bounds, check_flags
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(UpdateRule):
-    """Stochastic gradient descent: w ← w − lr·(g + weight_decay·w), as ``torch.optim.SGD`` without momentum.
+    """Stochastic gradient descent: w ← w − lr·(g + weight_decay·w), like ``torch.optim.SGD`` without momentum.
 
-    With ``l1``, each update additionally moves a weight towards 0 by lr·l1, but not beyond 0.
+    If ``l1`` is given, each update also moves a weight towards 0 by lr·l1, but not beyond 0.
     """
 
     lr: float

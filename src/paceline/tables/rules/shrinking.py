@@ -1,4 +1,4 @@
-"""The step of an L1 penalty, soft thresholding, which is the proximal operator of the penalty.
+"""The step of an L1 penalty: soft thresholding, which is the penalty's proximal operator.
 
 An update rule moves an element by rate · gradient / h, where h depends on the rule. Then it moves the element towards 0
 by rate · l1 / h, but not beyond 0. So weights with small gradients are exactly 0. For gradient descent, with h = 1, the
