@@ -13,7 +13,7 @@ _PERIOD = 251
 
 
 class Buffers:
-    """One rank's arrays for one operation. All measured libraries use the same memory, for equal conditions."""
+    """One rank's arrays for one operation. All libraries use the same memory, so that conditions are equal."""
 
     def __init__(self, op: str, num_bytes: int, dtype: str, rank: int, num_ranks: int) -> None:
         self._op, self.rank, self._num_ranks = op, rank, num_ranks
@@ -21,16 +21,16 @@ class Buffers:
         part = length // num_ranks
         self.given: np.ndarray[Any, Any] = np.zeros(part if op == "all_gather" else length, dtype)
         self.result = self.given
-        """The same array as `given` for an in-place operation."""
+        """If the operation is in place, this is the same array as `given`."""
         if op in ("all_gather", "all_to_all"):
             self.result = np.zeros(length, dtype)
         elif op == "reduce_scatter":
             self.result = np.zeros(part, dtype)
         self.root = num_ranks - 1
-        """Root of a broadcast; not rank 0, because a root may finish, and end the measurement, before other ranks."""
+        """Root of a broadcast. Rank 0 measures, so it must not be the root, which may finish before other ranks."""
 
     def fill(self) -> None:
-        """Set the result to zero, and write this rank's input, from which :meth:`is_right` computes the result."""
+        """Set the result to zero, and write this rank's input. :meth:`is_right` computes the result from it."""
         self.result[...] = 0
         if self._op == "broadcast" and self.rank != self.root:
             return
@@ -55,7 +55,7 @@ class Buffers:
         return all(np.array_equal(result[i * part :][:part], sent * (i + 1)) for i in range(ranks))
 
     def clear(self) -> None:
-        """Set all values to zero, because repeated in-place sums of zeros stay finite."""
+        """Set all values to zero, because repeated in-place sums of other values would overflow."""
         self.given[...] = 0
         self.result[...] = 0
 
