@@ -73,7 +73,7 @@ def test_filters_are_reported() -> None:
 @pytest.mark.parametrize(
     ("strategy", "filters", "message"),
     [
-        ("one-device", "quantize:4", "strategy one-device is one process"),
+        ("one-device", "quantize:4", "strategy one-device runs in one process"),
         ("parameter-server", "top-k:0.1", "top-k:0.1 is for sparse tables"),
         ("all-reduce", "compress", "compress:1 is not for gradients"),
         ("all-reduce", "no_such_module:Signs", "module 'no_such_module' does not exist"),

@@ -265,9 +265,9 @@ def test_unsendable_objects_are_named_with_the_position() -> None:
     with pytest.raises(UsageError, match=r"value\[0\] cannot be sent: it is a masked array"):
         Encoding().encode([np.ma.masked_array([1.0, 2.0], [True, False])])
     for text in ("\ud800", ("\ud800",), {1: "\ud800"}, {"\ud800": 1}, Point(1.0, "\ud800")):
-        with pytest.raises(UsageError, match=r"value.* cannot be sent: it holds .*'utf-8'"):
+        with pytest.raises(UsageError, match=r"value.* cannot be sent: it contains .*'utf-8'"):
             Encoding().encode(text)
-        with pytest.raises(UsageError, match=r"args.* of the call cannot be sent: it holds"):
+        with pytest.raises(UsageError, match=r"args.* of the call cannot be sent: it contains"):
             Encoding().encode_call((), "m:f", (text,), {})
 
 
