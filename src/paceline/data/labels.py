@@ -68,7 +68,7 @@ def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> fl
         label = read_label(positive)
         if label is None:
             raise UsageError(
-                f"--positive {positive}: the labels of this data are read as numbers: some are numbers, or there are "
+                f"--positive {positive}: the labels of this data are numbers, because some are numbers or there are "
                 f"not 2 to {MOST_CLASSES} words. Pass a number, or one of {', '.join(LABEL_WORDS)}"
             )
         return label

@@ -144,7 +144,7 @@ class LogisticRegression(Classifier):
     - `epochs`, `batch_size`: passes over the data, and examples per minibatch. None chooses them on a sample of X, like
       the learning rate (FTRL's alpha) and the scale of values (docs/explanation/defaults.md).
     - `shuffle`, `random_state`: whether the examples are shuffled before each later pass (on a cluster: once), and the
-    seed of the order.
+      seed of the order.
     - `numeric_scale`: the scale of numbers, as ``--numeric-scale``. ``auto`` uses logarithms or bins by quantiles for
       columns with a nonlinear effect (guides/data.md), if they predict held-out examples better. ``standard`` keeps the
       model linear in X, ``none`` keeps X unchanged.
