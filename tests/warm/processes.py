@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.launch.fork_server import CHILD, Forked, ForkServer
+from paceline.launch.fork_server import CHILD, THREAD_VARIABLES, Forked, ForkServer
 
 from .zygote import MODULES
 
@@ -43,7 +43,7 @@ def zygotes() -> Iterator[None]:
     started = []
     with tempfile.TemporaryDirectory(prefix="warm-", dir="/tmp") as folder:
         for kind in MODULES:
-            threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+            threads = dict.fromkeys(THREAD_VARIABLES, "1")
             words = ["-m", "tests.warm.zygote", kind, f"{folder}/{kind}", " " * _TITLE_BYTES]
             root = str(Path(__file__).parents[2])
             path = os.pathsep.join([os.environ.get("PYTHONPATH", root), root])

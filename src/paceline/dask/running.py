@@ -22,7 +22,7 @@ from paceline.launch.run.blame import RankFailure, choose_culprit, follow_names,
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.setup import plan_roles
 from paceline.launch.supervisor import describe_status
-from paceline.transport.security.authentication import check_token, make_token
+from paceline.transport.security.authentication import check_or_make_token
 
 try:
     import cloudpickle
@@ -80,8 +80,7 @@ def run(
     options = RunOptions(strategy=strategy, nproc_per_node=nproc_per_node, servers=servers)
     plan_roles(replace(options, nnodes=len(nodes)))
     _check_versions(client, nodes)
-    token = environment().token
-    token = make_token() if token is None else check_token(token, "PACELINE_TOKEN")
+    token = check_or_make_token(environment().token, "PACELINE_TOKEN")
     with _DaskRun(client, nodes, options, program, token) as started:
         return [pickle.loads(value) for value in started.wait_values(deadline)]
 

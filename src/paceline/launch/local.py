@@ -26,8 +26,8 @@ from paceline.protocol import Accept, Consistency, Eventual, Role, StalePolicy, 
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.tables.memory.limit import MemoryLimit as MemoryLimit
 from paceline.temporary import TemporaryFolder
-from paceline.transport import TLS, Address, Hello, SocketTransport, make_token
-from paceline.transport.security.authentication import check_token
+from paceline.transport import TLS, Address, Hello, SocketTransport
+from paceline.transport.security.authentication import check_or_make_token, check_token
 
 from .fork_server import CHILD, MALLOC, ForkError, ForkServer, module_command
 from .kernels import prepare_kernels
@@ -113,7 +113,7 @@ class LocalCluster(Closing):
         if memory_limit is not None:
             memory_limit.check_folder()
         import_filter_modules(filter_modules)
-        token = make_token() if token is None else check_token(token)
+        token = check_or_make_token(token)
         cluster = cls(consistency=parse_consistency(settings.consistency), token=token, tls=tls)
         cluster._filter_modules = list(filter_modules)
         try:

@@ -53,11 +53,12 @@ def filter_hook(filters: Sequence[Filter] | str) -> Hook:
 def launcher_filters() -> tuple[str, str | None]:
     """Return ``--filters`` ("" for none) and ``--pull-filters`` of ``paceline run``. Import the filters' modules."""
     pushed, pulled = environment().filters or "", environment().pull_filters
+    chains = []
     for name, text in (("PACELINE_FILTERS", pushed), ("PACELINE_PULL_FILTERS", pulled or "")):
         with naming(name):
             import_filter_modules(modules_named_in(text))
-            parse_filters(text)
-    return pushed if parse_filters(pushed) else "", pulled
+            chains.append(parse_filters(text))
+    return pushed if chains[0] else "", pulled
 
 
 def row_filters(filters: Sequence[Filter] | str | None, pull_filters: Sequence[Filter] | str | None) -> RowFilters:

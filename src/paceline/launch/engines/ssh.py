@@ -28,7 +28,7 @@ from paceline.environment import Environment, environment
 from paceline.errors import UsageError, printable
 from paceline.launch.screen import LineSplitter, Screen
 from paceline.transport.decoding import register_type
-from paceline.transport.security.authentication import check_token, make_token
+from paceline.transport.security.authentication import check_or_make_token
 from paceline.version import __version__
 
 from .engine import Placement, RunEnd, RunEngine, RunRole, check_utf8
@@ -297,8 +297,7 @@ def _variables_of(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for the hosts, with the token. No command line contains them, because it is public."""
     variables = {name: value for name, value in inherited.items() if name.startswith(_PASSED_ON)}
     check_utf8([os.getcwd(), *variables.values()])
-    token = environment().token
-    return {**variables, "PACELINE_TOKEN": make_token() if token is None else check_token(token, "PACELINE_TOKEN")}
+    return {**variables, "PACELINE_TOKEN": check_or_make_token(environment().token, "PACELINE_TOKEN")}
 
 
 def _explain(status: int, errors: Sequence[bytes]) -> str:

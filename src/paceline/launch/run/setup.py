@@ -27,9 +27,9 @@ from paceline.launch.run.plan import (
 from paceline.meeting.credentials import job_token
 from paceline.meeting.rendezvous import is_loopback, own_host, port_of_job
 from paceline.strategies import STRATEGIES, ElasticOptions, StrategyChoice, choose_strategy, needs_servers
-from paceline.transport import TLS, Address, make_token
+from paceline.transport import TLS, Address
 from paceline.transport.addresses import LOOPBACK, bind_tcp
-from paceline.transport.security.authentication import MAKE_TOKEN, check_token
+from paceline.transport.security.authentication import MAKE_TOKEN, check_or_make_token, check_token
 
 PATIENCE_S = 300.0
 """Time limit for the start of all machines."""
@@ -91,7 +91,7 @@ def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
     nnodes = layout.world_size // len(layout.ranks)
     token = environment().token
     if nnodes == 1 and placement is None:
-        token = make_token() if token is None else check_token(token, "PACELINE_TOKEN")
+        token = check_or_make_token(token, "PACELINE_TOKEN")
     elif placement is not None and token is None:
         token = job_token(placement.job)
     else:

@@ -124,6 +124,11 @@ def check_token(token: str, source: str = "the token") -> str:
     return token
 
 
+def check_or_make_token(token: str | None, source: str = "the token") -> str:
+    """Return the token, or a new token for None. Raises UsageError if the token is too short."""
+    return make_token() if token is None else check_token(token, source)
+
+
 def encode_hello(hello: Hello) -> bytes:
     """Encode the Hello as msgpack, with this package's version."""
     from paceline.version import __version__
