@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -245,7 +245,7 @@ class Truth(Oracle):
         """Find the uncertain pushes that were applied in each observed state of a bucket."""
         expected: Mirror | None = None
         num_states = {bucket: len(states) for bucket, states in left.items()}
-        for applied in _choices(unsure):
+        for applied in _choices(unsure, left):
             mirror = self._replay(spec, pushes, applied)
             expected = expected or mirror
             for bucket, states in list(left.items()):
@@ -276,16 +276,29 @@ class Truth(Oracle):
         return mirror
 
 
-def _choices(unsure: Sequence[Issued]) -> Any:
-    """Yield possible sets of applied uncertain pushes: if many are uncertain, only sets with the first of each slot."""
+def _choices(unsure: Sequence[Issued], left: Mapping[int, object]) -> Iterator[tuple[Issued, ...]]:
+    """Yield possible sets of applied uncertain pushes.
+
+    If many are uncertain, the sets with the first pushes of each slot come before all subsets of the pushes to one
+    bucket, for each bucket in `left`. The caller removes buckets that it has explained.
+    """
     if len(unsure) <= _MAX_UNSURE:
-        for count in range(len(unsure), -1, -1):
-            yield from itertools.combinations(unsure, count)
+        yield from _subsets(unsure)
         return
     slots = sorted({push.slot for push in unsure})
     by_slot = [[push for push in unsure if push.slot == slot] for slot in slots]
     for counts in itertools.product(*(range(len(changes), -1, -1) for changes in by_slot)):
         yield tuple(itertools.chain.from_iterable(changes[:n] for changes, n in zip(by_slot, counts, strict=True)))
+    for bucket in list(left):
+        for applied in _subsets([push for push in unsure if push.unsettled >> bucket & 1]):
+            if bucket not in left:
+                break
+            yield applied
+
+
+def _subsets(pushes: Sequence[Issued]) -> Iterator[tuple[Issued, ...]]:
+    for count in range(len(pushes), -1, -1):
+        yield from itertools.combinations(pushes, count)
 
 
 def table_named(tables: Any, name: str, server: str) -> ServerTable:
