@@ -52,7 +52,7 @@ def _collected_kinds(config: pytest.Config) -> list[str]:
 
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Fork the workers from a process that has collected the tests, and load modules for all tests meanwhile."""
+    """Fork the workers from a process that has collected the tests. Load the modules of the tests in parallel."""
     if not processes.are_warm():
         return
     for spec in specs:
@@ -66,8 +66,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run slow tests first.
 
-    Rerun a failing test of real processes and sockets once, because machines stall. The summary reports it; ``-p
-    no:rerunfailures`` turns reruns off.
+    Rerun a failing test of real processes and sockets once, because machines stall. The summary reports each rerun.
+    ``-p no:rerunfailures`` turns reruns off.
     """
     items[:] = _in_shares(items, getattr(config, "workerinput", {}).get("workercount", 1))
     for item in items if config.pluginmanager.hasplugin("rerunfailures") else ():
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _in_shares(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
-    """Sort the tests so that each worker's share begins with slow files and the last stolen tests are fast."""
+    """Sort the tests: each worker's share begins with slow files, so the tests that workers take last are fast."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path.relative_to(_TESTS), []).append(item)
@@ -103,14 +103,14 @@ def _no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def warm_clusters() -> Iterator[None]:
-    """Local clusters of the test's process are forked from a process that has loaded all."""
+    """Fork local clusters from a process that has already imported their modules."""
     with processes.clusters_from_warm_parents():
         yield
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """The number of workers for ``-n auto``: more than cores, because tests of processes mostly wait.
+    """Return the number of workers for ``-n auto``.
 
-    Each worker may use a gibibyte.
+    There are more workers than cores, because tests of processes mostly wait. Each worker may use a gibibyte.
     """
     return max(min(2 * (os.cpu_count() or 1) + 2, 8, int(psutil.virtual_memory().total) >> 30), 1)

@@ -11,7 +11,7 @@ def free_port() -> int:
 
 
 def two_free_ports() -> int:
-    """Return a port that is free, and the next one is too."""
+    """Return a free port whose next port is free too."""
     while True:
         port = free_port()
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 _PREFIX: Final = "pt-"
-_PATIENCE_S: Final = 20.0  # processes of the last test are ending
+_PATIENCE_S: Final = 20.0  # the processes of the last test may still be ending
 _FOREIGN_PREFIXES: Final = ("sklearn_testing_",)
 """Files that other packages leave until their process ends."""
 
@@ -24,7 +24,7 @@ class TemporaryFiles:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", before)  # the files that pytest keeps for inspection
         # Keep torch's compiled code for the next session.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(before, f"torchinductor_{getpass.getuser()}"))
-        # Short, so that Unix sockets find room in it and do not go elsewhere.
+        # The path is short, because the path of a Unix socket may have only about 100 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp" if os.path.isdir("/tmp") else None))
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 def parse(path: Path) -> ast.Module:
     """Return the syntax tree of a file.
 
-    Without a pause of the garbage collector, most of the time would be spent on passes over the new nodes.
+    The garbage collector is paused, because its passes over the new nodes would take most of the time.
     """
     source, is_enabled = path.read_text(encoding="utf-8"), gc.isenabled()
     gc.disable()

@@ -31,12 +31,12 @@ def test_every_defect_names_tests(defect: Defect) -> None:
         assert (ROOT / path).exists()
 
 
-def test_names_are_distinct() -> None:
+def test_names_of_defects_are_distinct() -> None:
     assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
 
 
-def test_the_page_has_the_report_of_all() -> None:
-    """``python -m tests.mutants --write`` puts it there."""
+def test_the_page_reports_every_defect() -> None:
+    """``python -m tests.mutants --write`` writes the report into the page."""
     page = (ROOT / "docs/explanation/protocol.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|(.*)\|$", page.partition("## Planted defects")[2], re.MULTILINE)
     assert [(name, effect) for name, effect, _ in rows] == [(defect.name, defect.effect) for defect in DEFECTS]
@@ -44,7 +44,7 @@ def test_the_page_has_the_report_of_all() -> None:
 
 
 @pytest.mark.thorough
-def test_the_simulation_and_the_unit_tests_find_one() -> None:
+def test_the_simulation_and_the_unit_tests_find_a_defect() -> None:
     defect = next(defect for defect in DEFECTS if defect.name == "filter-fast-path")
     finding = run_checks(replace(defect, unit=("tests/unit/protocol/test_delivery.py",)), Limits(seeds=25))
     assert finding.seeds is not None

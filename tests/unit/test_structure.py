@@ -31,15 +31,15 @@ MAX_VALUES_READ = 12
 FOREIGN_NAMES = ("_C", "_VariableFunctions", "_efficientzerotensor",
             "_exit", "_replace", "_run_exitfuncs", "_shutdown", "_version", "_parameters", "_coalescing_manager",
             "_foreach_lerp_", "_get_backend", "_get_default_store")  # fmt: skip
-"""Names of other packages, some of them public in spite of their form."""
+"""Names of other packages. Some are public although they begin with an underscore."""
 
 LARGE_MODULES: dict[str, int] = {}
 LARGE_FOLDERS: dict[str, int] = {}
 MAX_IMPORTS = 24
 MANY_IMPORTS = {"torch/strategies/pipeline/runner.py": 27, "training/train.py": 27}
-"""Modules that import more modules of the package."""
+"""Modules that may import more than `MAX_IMPORTS` modules of the package."""
 MAX_FILES_OF_A_SETTING = 15
-"""Files that name a single setting of a cluster; other files pass `ClusterSettings`."""
+"""Largest number of files that name one setting of a cluster; the other files pass `ClusterSettings`."""
 SETTINGS = ("min_replicas", "non_finite", "heartbeat_timeout_s", "memory_limit")
 
 MAX_PARAMETERS, MAX_PARAMETERS_EVER = 10, 30
@@ -184,7 +184,7 @@ def test_class_names_mean_one_thing() -> None:
 
 
 def names_read_of(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a module reads of `core` and `_core`, with the name read of each, as "name.name"."""
+    """Yield each attribute of `core` or `_core` that a module reads, as "name", or "name.name" if nested."""
     for child in ast.walk(node):
         match child:
             case ast.Attribute(value=ast.Attribute(value=core, attr=part), attr=name) if is_core(core):
@@ -205,14 +205,14 @@ def is_core(node: ast.expr) -> bool:
         ("scheduler", SchedulerCore(SchedulerSettings())),
     ],
 )
-def test_runtimes_read_little_of_a_core(role: str, core: object) -> None:
+def test_runtimes_read_few_attributes_of_a_core(role: str, core: object) -> None:
     """A runtime calls methods of its core and reads a few values, but no parts of the core."""
     trees = [parse(path) for path in sorted((SOURCE / "ps" / role).glob("*.py"))]
     names = {name for tree in trees for name in names_read_of(tree)}
     values = {name for name in names if hasattr(core, name) and not callable(getattr(core, name))}
     assert len(values) <= MAX_VALUES_READ, values
     reaches = {name for name in names if name.partition(".")[0] in values and "." in name}
-    assert {name for name in reaches if not name.startswith("newest.")} == set()  # which is a view
+    assert {name for name in reaches if not name.startswith("newest.")} == set()  # `newest` is a view
 
 
 def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -233,7 +233,7 @@ def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name  # type: ignore[attr-defined]
 
 
-def test_tests_go_through_public_names() -> None:
+def test_tests_use_public_names() -> None:
     found = {str(path.relative_to(TESTS)): list(private_accesses(parse(path))) for path in sorted(TESTS.rglob("*.py"))}
     count = sum(map(len, found.values()))
     assert count <= MAX_PRIVATE_ACCESSES, {name: accesses for name, accesses in found.items() if accesses}

@@ -1,4 +1,4 @@
-"""Temporary folders go with the process that made them."""
+"""A temporary folder is removed at the latest when the process that made it ends."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_the_next_folder_removes_the_folders_of_killed_processes(tmp_path: Path,
         living.kill()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
-def test_a_fork_removes_nothing_and_keeps_it_in_use(tmp_path: Path) -> None:
-    """The fork ends as an interpreter does, and its files still belong to the parent."""
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no os.fork")
+def test_a_forked_child_does_not_remove_the_folder_of_the_parent(tmp_path: Path) -> None:
+    """The forked child ends as an interpreter does, but the folder still belongs to the parent."""
     then = "import os; pid = os.fork(); pid and (os.waitpid(pid, 0), print(folder.path.is_dir(), flush=True))"
     with _hold(tmp_path, then) as process:
         lines = process.communicate(timeout=20)[0].splitlines()
@@ -80,7 +80,7 @@ def test_a_fork_removes_nothing_and_keeps_it_in_use(tmp_path: Path) -> None:
 
 
 def test_a_folder_under_removal_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the creation and the lock of a folder, another process took the folder for an abandoned one."""
+    """Another process locks the new folder, to remove it, before its creator locks it."""
     make = tempfile.mkdtemp
     taken: list[tuple[Path, int]] = []
 
@@ -110,7 +110,7 @@ def test_a_folder_is_created_without_locks(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_with_other_names_stay(tmp_path: Path) -> None:
+def test_folders_with_other_names_are_not_removed(tmp_path: Path) -> None:
     names = ["paceline-1000", "paceline-stdin-abcdefgh", "paceline-one-abcdefgh.tmp.txt", "other.tmp"]
     for name in names:
         (tmp_path / name).mkdir()

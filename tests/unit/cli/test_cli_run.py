@@ -1,4 +1,4 @@
-"""Errors that ``paceline run`` detects before it starts a process: one sentence, status 2."""
+"""Errors that ``paceline run`` detects before it starts a process: the message is one sentence, the status is 2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str) -> str:
-    """Run the command; return its output."""
+    """Check that the command fails with status 2 and runs no script; return its standard error."""
     monkeypatch.setattr(sys, "argv", ["paceline", "run", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         cli.main()

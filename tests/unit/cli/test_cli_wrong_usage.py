@@ -1,4 +1,4 @@
-"""Errors that the command line detects before it starts a process: one sentence, and the exit status."""
+"""Errors that the command line detects before it starts a process: the message is one sentence; the exit status."""
 
 from __future__ import annotations
 
@@ -224,7 +224,9 @@ def test_wrong_usage(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_place(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_folder_is_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "locked").mkdir(mode=0o500)
     for place in ("locked", "locked/model"):
         code, text = run(monkeypatch, capsys, "train", "good.tsv", "--save", place)
@@ -239,7 +241,9 @@ def test_ctrl_c_while_modules_are_imported(monkeypatch: pytest.MonkeyPatch, caps
     assert run(monkeypatch, capsys, "doctor") == (130, "paceline: interrupted\n")
 
 
-def test_signals_have_separate_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_signal_has_its_own_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from paceline.launch import doctor
 
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)

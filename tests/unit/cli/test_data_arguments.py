@@ -1,4 +1,4 @@
-"""How data files are named: patterns, and standard input."""
+"""Arguments that name data files: patterns, and ``-`` for standard input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.cli.data_arguments import expand_pattern
 TEXT = b"".join(b"%d %d:1 7:2\n" % (i % 2, i) for i in range(200))
 
 
-def test_patterns_stand_for_the_matching_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_are_replaced_by_the_matching_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("b.svm", "a.svm", "[x].svm", "a.tsv"):
         Path(name).touch()
@@ -37,10 +37,10 @@ def test_a_pattern_of_arrays_does_not_match_label_files(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_standard_input_is_a_file(
+def test_standard_input_is_stored_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_packed: bool
 ) -> None:
-    """Compressed or not. The command prints a message, and the file is removed with the command."""
+    """Standard input, compressed or not, is stored in a file, which the command reports and removes at its end."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     data = gzip.compress(TEXT) if is_packed else TEXT

@@ -15,7 +15,7 @@ from paceline.cli.app import app
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 SCRIPT = re.compile(r"\S+\.py\b|\s-- ")
-"""The arguments after a script, or after `--`, do not belong to the command."""
+"""Arguments after a script, or after `--`, are not checked: they do not belong to the command."""
 
 
 def options(command: Any) -> set[str]:

@@ -11,7 +11,7 @@ from paceline.launch.fork_server import ForkServer
 
 
 class _Recorded(ForkServer):
-    """Starts nothing."""
+    """A fork server that starts no process and counts its closes."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -23,7 +23,7 @@ class _Recorded(ForkServer):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[_Recorded]:
-    """The processes that were started instead of fork servers."""
+    """Replace ``ForkServer.start`` by a fake; return the list of the created fakes."""
     started: list[_Recorded] = []
 
     def start() -> ForkServer:
@@ -35,7 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[_Recorded]:
     return started
 
 
-def test_it_is_the_command_s_and_closed_with_it(started: list[_Recorded]) -> None:
+def test_the_fork_server_is_closed_with_the_command(started: list[_Recorded]) -> None:
     with cli.start_fork_server(["train", "x.svm", "--eval", "y.svm"]) as found:
         assert [found] == started
         assert started[0].num_closed == 0
@@ -61,7 +61,7 @@ def test_commands_without_forks_start_no_fork_server(started: list[_Recorded], w
     assert started == []
 
 
-def test_it_is_closed_after_wrong_usage(
+def test_the_fork_server_is_closed_after_wrong_usage(
     started: list[_Recorded], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["paceline", "train", "x.svm", "--no-such-option"])

@@ -1,4 +1,4 @@
-"""Mistakes of newcomers: each gets one sentence with the option or file, the value and the remedy."""
+"""Typical mistakes of new users: each message is one sentence with the option or file, the value and the remedy."""
 
 from __future__ import annotations
 

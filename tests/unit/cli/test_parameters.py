@@ -62,12 +62,12 @@ def test_parameters_are_in_the_order_of_the_fields() -> None:
     assert names == ["first", "name", "host", "tcp_port", "names", "loud", "last"]
 
 
-def test_given_options() -> None:
+def test_the_options_that_differ_from_their_defaults_are_returned() -> None:
     flags = DemoFlags(place=PlaceFlags(tcp_port=7), names=["x"], loud=True)
     assert given_options(flags) == ["--host", "--tcp-port", "--names", "--loud"]
 
 
-def test_the_command_line_imports_little() -> None:
+def test_the_command_line_imports_no_large_package() -> None:
     code = "import sys, paceline.cli.app; print(sorted({'numpy', 'torch', 'paceline.protocol'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -21,8 +21,8 @@ classes context memory_limit spill_dir text ignore header max_malformed
 """
 
 
-def test_every_option_belongs_to_a_solver() -> None:
-    """A new option of minibatches must be in the list of options that proximal blocks refuse."""
+def test_every_option_is_assigned_to_its_solvers() -> None:
+    """Each option is for both solvers, for proximal blocks only, or for minibatches only."""
     options = set(inspect.signature(train).parameters)
     assert options == set(_OF_BOTH.split()) | set(OF_BLOCKS) | set(OF_MINIBATCHES)
     assert not set(OF_BLOCKS) & set(OF_MINIBATCHES)
@@ -36,14 +36,14 @@ _VALUES = {
     "validation": ["rows.svm"],
     "stale": ["drop:2"],
 }
-"""Values of options that are no numbers."""
+"""Values for options that do not accept the number 1."""
 
 
 @pytest.mark.parametrize("name", [*OF_MINIBATCHES, *OF_BLOCKS])
 def test_options_of_the_other_solver_are_rejected(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With any value: one sentence names the option before any file or cluster is opened."""
+    """The error is one sentence that names the option. It appears before the command opens a file or cluster."""
     option = "--" + name.replace("_", "-")
     solver = "minibatches" if name in OF_BLOCKS else "proximal-blocks"
     (tmp_path / "rows.svm").write_text("1 7:1\n0 8:1\n")

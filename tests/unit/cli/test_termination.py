@@ -1,4 +1,4 @@
-"""Signals that end the process are not lost, at any time."""
+"""SIGINT and SIGTERM end the process even if Python ignores the exception of the signal's handler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _in_callback(number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("lose", [_in_callback, _Freed])
-def test_a_signal_with_an_ignored_exception_is_raised_again(lose: Callable[[int], object], number: int) -> None:
+def test_an_ignored_exception_of_a_signal_is_raised_again(lose: Callable[[int], object], number: int) -> None:
     def signal_and_wait() -> None:
         lose(number)
         time.sleep(30.0)

@@ -49,7 +49,7 @@ class PairLink(Link):
 
 
 class PairLinks(Mesh):
-    """The links of one rank. Lazy links open when both ranks have requested them."""
+    """The links of one rank. A lazy link opens when both ranks have requested it."""
 
     def __init__(self, rank: int, size: int, board: _Board) -> None:
         self.rank = rank
@@ -71,7 +71,7 @@ class PairLinks(Mesh):
 
 
 class _Board:
-    """The store of the ranks' connections."""
+    """The socket pairs between all ranks."""
 
     def __init__(self, buffer_bytes: int | None, lazy: bool) -> None:
         self._buffer_bytes = buffer_bytes
@@ -87,7 +87,7 @@ class _Board:
             if self._lazy and not self._changed.wait_for(
                 lambda: (other, rank) in self._requested, deadline - time.monotonic()
             ):
-                raise RankLostError(f"rank {other} did not come", (other,))
+                raise RankLostError(f"rank {other} did not connect", (other,))
             if (rank, other) not in self._ends:
                 self._ends[rank, other], self._ends[other, rank] = socket.socketpair()
                 for one in (self._ends[rank, other], self._ends[other, rank]):
@@ -116,7 +116,7 @@ def make_meshes(size: int, *, buffer_bytes: int | None = None, lazy: bool = Fals
 
 @contextmanager
 def open_meshes(size: int, *, buffer_bytes: int | None = None, lazy: bool = False) -> Iterator[list[PairLinks]]:
-    """The same, closed at the end."""
+    """Yield the links of `make_meshes`, and close the links at the end."""
     meshes = make_meshes(size, buffer_bytes=buffer_bytes, lazy=lazy)
     try:
         yield meshes

@@ -18,7 +18,7 @@ def test_every_dtype_has_a_name(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("character", "bBhHiIlLqQpefd?")
-def test_every_spelling_of_a_dtype_is_known(character: str) -> None:
+def test_every_notation_of_a_dtype_is_accepted(character: str) -> None:
     assert ArrayMemory(np.zeros(2, character)).dtype == np.dtype(character).name
 
 
@@ -43,7 +43,7 @@ def test_arrays_with_gaps_are_copied_and_written_back(way: object) -> None:
     assert array.tolist() == np.arange(array.size).reshape(array.shape).tolist()
 
 
-def test_a_source_is_never_written() -> None:
+def test_an_array_without_target_is_never_written() -> None:
     array = np.arange(6)[::2]
     memory = ArrayMemory(array)
     view_bytes(memory.address, memory.num_bytes)[:] = bytes(memory.num_bytes)
@@ -51,7 +51,7 @@ def test_a_source_is_never_written() -> None:
     assert array.tolist() == [0, 2, 4]
 
 
-def test_files_in_memory_are_arrays_too(tmp_path: Path) -> None:
+def test_memory_mapped_files_are_accepted(tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "numbers", np.float32, "w+", shape=4)
     memory = ArrayMemory(mapped, target=True)
     view_bytes(memory.address, memory.num_bytes)[:] = np.ones(4, np.float32).tobytes()
@@ -76,7 +76,7 @@ def test_non_numeric_arrays_are_rejected(array: object, message: str) -> None:
         ArrayMemory(array)
 
 
-def test_a_read_only_target_is_refused() -> None:
+def test_a_read_only_target_is_rejected() -> None:
     array = np.zeros(3)
     array.flags.writeable = False
     ArrayMemory(array)
@@ -91,7 +91,7 @@ def _strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> object:
 @pytest.mark.parametrize(
     ("shape", "strides"), [((2, 3), (0, 4)), ((3, 2), (4, 4)), ((4,), (2,)), ((3, 3), (16, 8)), ((2, 1, 5), (12, 0, 4))]
 )
-def test_a_target_with_shared_memory_is_refused(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def test_a_target_whose_items_share_memory_is_rejected(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     ArrayMemory(_strided(shape, strides))
     with pytest.raises(UsageError, match="share memory"):
         ArrayMemory(_strided(shape, strides), target=True)
@@ -101,7 +101,7 @@ def test_a_target_with_shared_memory_is_refused(shape: tuple[int, ...], strides:
     ("shape", "strides"),
     [((2, 3), (4, 8)), ((2, 3), (12, 8)), ((3, 1), (8, 0)), ((3, 2, 2), (4, 24, 12)), ((0, 3), (0, 4))],
 )
-def test_a_target_may_have_gaps_and_items_between_one_another(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def test_a_target_may_have_gaps_and_interleaved_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     array = _strided(shape, strides)
     memory = ArrayMemory(array, target=True)
     values = np.arange(memory.count, dtype=np.float32)
@@ -118,10 +118,10 @@ def test_numbers_and_lists_become_arrays() -> None:
         assert as_array(value).shape == shape
 
 
-def test_fresh_arrays_are_of_the_same_kind() -> None:
+def test_a_new_array_has_the_dtype_of_its_model() -> None:
     made = empty_like(np.zeros(3, np.int16), (2, 0))
     assert (made.shape, made.dtype) == ((2, 0), np.int16)
 
 
-def test_no_bytes() -> None:
+def test_a_view_of_zero_bytes_is_empty() -> None:
     assert view_bytes(0, 0).nbytes == 0

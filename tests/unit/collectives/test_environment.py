@@ -8,7 +8,7 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 
 
-def test_torchruns_variables() -> None:
+def test_variables_of_torchrun() -> None:
     detected = environment(
         {
             "RANK": "3",
@@ -29,7 +29,7 @@ def test_torchruns_variables() -> None:
     assert (detected.run_id, detected.algorithm) == ("run/2", "ring")
 
 
-def test_mpirun_comes_before_slurm() -> None:
+def test_variables_of_mpirun_override_variables_of_slurm() -> None:
     detected = environment(
         {
             "OMPI_COMM_WORLD_RANK": "1",
@@ -43,11 +43,11 @@ def test_mpirun_comes_before_slurm() -> None:
     assert (detected.rank, detected.world_size, detected.local_rank, detected.local_world_size) == (1, 2, 1, 2)
 
 
-def test_mpich_is_recognized_by_the_local_rank() -> None:
+def test_mpich_is_recognized_by_its_variable_of_the_local_rank() -> None:
     variables = {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     found = environment({**variables, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (1, 4, 1, 2)
-    assert found.job is None  # MPICH's ranks on several machines have nothing in common
+    assert found.job is None  # on several machines, MPICH sets no variable that names the job
     assert environment({**variables, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}).job
     found = environment({**variables, "SLURM_PROCID": "1", "SLURM_NTASKS": "4"})  # srun --mpi=pmi2
     assert (found.rank, found.world_size, found.local_rank, found.job) == (1, 4, None, None)
@@ -78,19 +78,19 @@ def test_wrong_variables_are_named(variables: str, message: str) -> None:
         environment(dict(variable.split("=") for variable in variables.split()))
 
 
-def test_the_script_of_a_slurm_job_without_ntasks_is_alone() -> None:
+def test_a_slurm_script_without_ntasks_has_one_rank() -> None:
     detected = environment({"SLURM_PROCID": "0"})
     assert (detected.rank, detected.world_size) == (0, 1)
     detected = environment({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "5"})
     assert (detected.rank, detected.world_size) == (0, 5)
 
 
-def test_slurm() -> None:
+def test_variables_of_slurm() -> None:
     detected = environment({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"})
     assert (detected.rank, detected.world_size, detected.local_rank, detected.local_world_size) == (5, 8, 1, None)
 
 
-def test_alone() -> None:
+def test_without_a_rank_there_are_no_other_settings() -> None:
     detected = environment({"RANK": "", "WORLD_SIZE": "2"})
     assert (detected.rank, detected.world_size, detected.master_port, detected.run_id, detected.has_agent_store) == (
         None,

@@ -1,4 +1,4 @@
-"""The executor moves the right bytes: real algorithms, odd sizes, partial sends and receives, memory used twice."""
+"""The executor moves the right bytes: real algorithms, odd sizes, partial sends and receives, overlapping memory."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_large_vectors_go_through_tiny_buffers(name: str) -> None:
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("scale", [0, 1, 5000])
 def test_all_to_all_with_uneven_and_empty_blocks(size: int, scale: int, lazy: bool) -> None:
-    # Rank s sends (s + 2d) % 4 * scale items to rank d, which may be no items.
+    # Rank s sends (s + 2d) % 4 * scale items to rank d. This number may be 0.
     counts = [[(source + 2 * target) % 4 * scale for target in range(size)] for source in range(size)]
     inputs = [
         np.concatenate([np.full(count, 100 * source + target, np.float32) for target, count in enumerate(row)])
@@ -133,9 +133,8 @@ def test_all_to_all_with_uneven_and_empty_blocks(size: int, scale: int, lazy: bo
         np.testing.assert_array_equal(output, np.concatenate(expected))
 
 
-def test_a_round_sends_the_values_from_before_the_round() -> None:
-    # Received values are added to the block that is sent, in another order, and a copy writes block 2, which is sent
-    # too.
+def test_a_round_sends_the_values_of_its_start() -> None:
+    # Each sent block is also written in the same round: blocks 0 and 1 by additions, and block 2 by a copy.
     num_items = 300_000
     arrays = [np.repeat([1.0 + rank, 10.0 + rank, 100.0 + rank], num_items) for rank in (0, 1)]
     actions = [
@@ -170,7 +169,7 @@ def test_blocks_are_swapped_by_copies(num_items: int) -> None:
 
 
 @pytest.mark.parametrize("num_items", [5, 200_000])
-def test_sums_into_one_place_are_made_in_the_order_of_the_actions(num_items: int) -> None:
+def test_sums_into_one_block_are_computed_in_the_order_of_the_actions(num_items: int) -> None:
     size = 5
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(num_items).astype(np.float32) * 10.0**rank for rank in range(size)]
@@ -216,14 +215,14 @@ def test_empty_messages_are_exchanged() -> None:
     run_ranks(schedules, lambda _: Blocks([]), num_calls=100)
 
 
-def test_even_blocks_differ_by_one_item() -> None:
+def test_even_blocks_differ_by_at_most_one_item() -> None:
     blocks = Blocks.even(memoryview(bytearray(11 * 4)), 4, 4)
     assert [blocks.views(((block, block + 1),))[0].nbytes for block in range(4)] == [12, 12, 12, 8]
     with pytest.raises(ValueError, match="whole items"):
         Blocks.even(memoryview(bytearray(10)), 2, 4)
 
 
-def test_views_merge_neighbours_within_a_part_only() -> None:
+def test_adjacent_blocks_of_one_part_are_merged_into_one_view() -> None:
     first, second = bytearray(b"abcdef"), bytearray(b"ghij")
     blocks = Blocks([(memoryview(first), [1, 2, 0, 3]), (memoryview(second), [2, 2])])
     assert len(blocks) == 6

@@ -30,13 +30,13 @@ CALL = CollectiveCall("barrier")
         ({1: Status(17, CALL, (2,)), 2: Status(-1, None, ()), 3: Status(17, None, ())}, (2,)),
     ],
 )
-def test_the_culprit_is_found_by_where_the_ranks_are(
+def test_the_responsible_rank_follows_from_the_states_of_the_ranks(
     answers: dict[int, Status | None], guilty: tuple[int, ...]
 ) -> None:
     assert tuple(find_culprits(answers, 17, (1,))) == guilty
 
 
-def test_description_of_a_culprit() -> None:
+def test_description_of_a_responsible_rank() -> None:
     def text_of(status: Status | None) -> str:
         return find_culprits({1: status}, 17, (1,))[1]
 
@@ -49,7 +49,7 @@ def test_description_of_a_culprit() -> None:
 
 
 @given(st.lists(st.integers(0, 100), max_size=5), st.lists(st.integers(1, 200), min_size=1, max_size=20))
-def test_messages_are_found_in_any_division(bodies: list[int], cuts: list[int]) -> None:
+def test_messages_are_found_however_the_bytes_are_divided(bodies: list[int], cuts: list[int]) -> None:
     heads = Heads(CALL, 3)
     abort = Abort("lost", "text", (1, 2), {4: CALL}, 3)
     stream = b"".join(heads.head(nbytes) + b"x" * nbytes for nbytes in bodies) + pack_abort(abort)
@@ -63,7 +63,7 @@ def test_messages_are_found_in_any_division(bodies: list[int], cuts: list[int]) 
     assert scanner.frames[-1].header.kind == MessageKind.ABORT
 
 
-def test_a_scanner_may_begin_within_a_body() -> None:
+def test_a_scanner_may_start_within_the_body_of_a_message() -> None:
     scanner = Scanner(skip=5)
     scanner.feed(b"abc")
     scanner.feed(b"de" + Heads(CALL, 1).head(0))
@@ -86,7 +86,7 @@ def test_collisions_equal_shared_bytes(written: list[tuple[int, int]], read: lis
 
 
 @given(ranges, st.integers(0, 30), st.integers(0, 30), st.integers(1, 10))
-def test_the_remainder_of_a_message_is_given_in_bytes(
+def test_remaining_bytes_of_a_message_overlap_a_range(
     spans: list[tuple[int, int]], done: int, low: int, nbytes: int
 ) -> None:
     left = [byte for span in spans for byte in range(*span)][done:]

@@ -42,7 +42,7 @@ def run_ranks(size: int, work: Callable[[Group], _T]) -> list[_T]:
     return [results[rank] for rank in range(size)]
 
 
-# the pure part
+# shapes and slices: functions without communication
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_dims_create(size: int, shape: tuple[int, ...], expected: tuple[int, ...
 
 @pytest.mark.parametrize("num_axes", [1, 2, 3])
 @pytest.mark.parametrize("size", [*range(1, 49), 97, 210, 256])
-def test_dims_create_takes_the_best_of_all(size: int, num_axes: int) -> None:
+def test_dims_create_returns_the_best_of_all_shapes(size: int, num_axes: int) -> None:
     divisors = [n for n in range(size, 0, -1) if size % n == 0]
     every = itertools.combinations_with_replacement(divisors, num_axes)
     assert dims_create(size, [0] * num_axes) == min(shape for shape in every if np.prod(shape) == size)
@@ -176,7 +176,7 @@ def test_a_grid_rejects_invalid_arguments(alone: Group) -> None:
 
 
 def padded(whole: Array, periodic: Sequence[bool], width: int) -> Array:
-    """The global array with ghost layers: beyond periodic axes its other side, beyond others -1."""
+    """Return the global array with ghost layers: the opposite side on periodic axes, -1 on other axes."""
     for axis, wraps in enumerate(periodic):
         widths = [(width, width) if other == axis else (0, 0) for other in range(whole.ndim)]
         whole = np.pad(whole, widths, mode="wrap") if wraps else np.pad(whole, widths, constant_values=-1)
@@ -184,7 +184,7 @@ def padded(whole: Array, periodic: Sequence[bool], width: int) -> Array:
 
 
 def expected_block(grid: Grid, whole: Array, width: int, corners: bool, empty: Array) -> Array:
-    """This rank's expected block after an exchange; `empty` is its block before, with its own cells."""
+    """Return this rank's expected block after an exchange, given its block before the exchange (`empty`)."""
     axes = len(grid.shape)
     own = grid.local_slice(whole.shape)
     around = (*(slice(part.start, part.stop + 2 * width) for part in own[:axes]), *own[axes:])
@@ -199,8 +199,8 @@ CASES = [
     # ranks' grid, periodic, whole array, width
     ((3,), (False,), (10,), 1),
     ((3,), (True,), (10,), 2),
-    ((2,), (True,), (5, 3), 1),  # both neighbours are one rank
-    ((1,), (True,), (4,), 2),  # the neighbour is oneself
+    ((2,), (True,), (5, 3), 1),  # both neighbours are the same rank
+    ((1,), (True,), (4,), 2),  # the rank is its own neighbour
     ((1,), (True,), (4,), 4),
     ((2, 2), (False, False), (7, 5), 1),
     ((2, 2), (True, True), (7, 5), 2),
@@ -250,7 +250,7 @@ def test_halos_of_other_dtypes(dtype: str) -> None:
     run_ranks(2, exchange)
 
 
-def test_a_part_of_a_larger_array() -> None:
+def test_a_block_may_be_a_view_of_a_larger_array() -> None:
     def exchange(group: Group) -> None:
         whole = np.zeros((6, 10))
         block = whole[1:5, 2:8:2]
@@ -262,7 +262,7 @@ def test_a_part_of_a_larger_array() -> None:
     run_ranks(2, exchange)
 
 
-def test_fast_ranks_and_other_messages_in_between() -> None:
+def test_exchanges_are_not_mixed_with_other_messages_of_fast_ranks() -> None:
     def exchange(group: Group) -> None:
         grid = Grid(group, periodic=True)
         block = np.zeros((3, 3))
@@ -281,7 +281,7 @@ def test_fast_ranks_and_other_messages_in_between() -> None:
     run_ranks(4, exchange)
 
 
-def test_inconsistent_blocks() -> None:
+def test_blocks_of_different_sizes_are_a_mismatch() -> None:
     def exchange(group: Group) -> None:
         grid = Grid(group, (2, 1))
         block = np.zeros((4, 5 + group.rank))
@@ -292,12 +292,12 @@ def test_inconsistent_blocks() -> None:
         done.append(group.rank)
 
     done: list[int] = []
-    with pytest.raises(GroupClosedError, match="a message failed"):  # at the barrier after it
+    with pytest.raises(GroupClosedError, match="a message failed"):  # raised by the barrier at the end of run_ranks
         run_ranks(2, exchange)
     assert sorted(done) == [0, 1]
 
 
-def test_rejections_before_sending_do_no_harm() -> None:
+def test_errors_before_sending_leave_the_group_usable() -> None:
     def exchange(group: Group) -> None:
         grid = Grid(group, (2, 1))
         for bad in (np.zeros((2, 3)), np.full((3, 3), None)):
@@ -310,7 +310,7 @@ def test_rejections_before_sending_do_no_harm() -> None:
     run_ranks(2, exchange)
 
 
-# neighbours' collectives
+# collectives among neighbours
 
 
 def test_neighbour_all_to_all() -> None:

@@ -1,4 +1,4 @@
-"""The end of groups, and calls that cannot finish: aborted, closed, forked, waited for in a callback."""
+"""The end of groups, and calls that cannot finish: after an abort, a close or a fork, or within a callback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _wait_for_all(tickets: list[CollectiveTicket]) -> None:
 
 
 @engines
-def test_an_abort_ends_everything_and_names_the_rank(options: dict[str, Any]) -> None:
+def test_an_abort_ends_all_calls_and_names_the_rank(options: dict[str, Any]) -> None:
     is_over = threading.Event()
 
     def call(group: Group) -> None:
@@ -89,7 +89,7 @@ def test_a_callback_does_not_wait_for_later_calls() -> None:
     run_ranks(2, call, within=timedelta(seconds=15))
 
 
-def test_the_group_of_all_closes_the_parts() -> None:
+def test_closing_the_world_closes_its_subgroups() -> None:
     def call(group: Group) -> Group:
         part = group.subgroup(range(group.size))
         assert part is not None
@@ -105,7 +105,7 @@ def test_the_group_of_all_closes_the_parts() -> None:
             part.subgroup([0, 1])
 
 
-@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="there is no fork here")
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system has no os.fork")
 def test_a_forked_child_leaves_the_group_to_the_parent() -> None:
     with join(MemoryStore(), 0, 1, token="a token for tests") as group:
         unix = group._world.node.info.endpoint.unix
@@ -121,11 +121,11 @@ def test_a_forked_child_leaves_the_group_to_the_parent() -> None:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         if unix is not None:
-            open_socket(unix, 5.0).close()  # it still listens
+            open_socket(unix, 5.0).close()  # the parent still listens
         group.barrier()
 
 
-def test_every_rank_names_different_requested_algorithms() -> None:
+def test_every_rank_reports_that_the_requested_algorithms_differ() -> None:
     store = MemoryStore()
     errors: list[PacelineError] = []
 
@@ -144,8 +144,8 @@ def test_every_rank_names_different_requested_algorithms() -> None:
 
 
 @engines
-def test_sizes_are_not_taken_for_data(options: dict[str, Any]) -> None:
-    """An uneven all_to_all begins with an even one of its sizes."""
+def test_sizes_of_an_uneven_all_to_all_are_not_used_as_data(options: dict[str, Any]) -> None:
+    """An uneven all_to_all first exchanges its sizes by an even all_to_all."""
 
     def call(group: Group) -> None:
         with pytest.raises(MismatchError, match=r"rank 0 called all_to_all \(uneven\).* rank 1 called all_to_all\("):
@@ -162,9 +162,9 @@ def test_an_invalid_color_is_refused() -> None:
         assert group.gather_sizes([1, 2, 3]) == [3]
 
 
-@pytest.mark.parametrize("hosts", [None, (0, 1, 0)], ids=["one host", "two"])
-def test_a_failed_part_can_be_created_again(hosts: tuple[int, ...] | None) -> None:
-    """The ranks that called it have a higher number than the rank that did not call it."""
+@pytest.mark.parametrize("hosts", [None, (0, 1, 0)], ids=["one host", "two hosts"])
+def test_a_failed_subgroup_can_be_created_again(hosts: tuple[int, ...] | None) -> None:
+    """Ranks 0 and 2 have made more failed attempts than rank 1, so their attempts have higher numbers."""
     have_failed, has_failed = threading.Barrier(3, timeout=20), threading.Barrier(3, timeout=20)
 
     def call(group: Group) -> None:
@@ -222,7 +222,7 @@ def test_a_too_small_out_is_a_mismatch() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @pytest.mark.parametrize("algorithm", ["recursive-doubling", "halving-doubling", "ring", "binomial-tree", "shared"])
-def test_zeros_and_nans_are_the_same_on_all_ranks(size: int, algorithm: str) -> None:
+def test_signs_of_zeros_and_bits_of_nans_are_equal_on_all_ranks(size: int, algorithm: str) -> None:
     given = np.zeros((size, 2 * size + 40), np.float32)
     given[:, ::2] = -0.0
     given[np.arange(size), np.arange(size)] *= -1

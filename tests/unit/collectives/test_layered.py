@@ -1,4 +1,4 @@
-"""All-reduce in two layers gives the result of one layer."""
+"""All-reduce within hosts and then between hosts equals all-reduce among all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_sums_and_means(hosts: list[int]) -> None:
     run_ranks(size, call, hosts=hosts, algorithm="hierarchical")
 
 
-def test_half_precision_is_the_same_on_all_ranks() -> None:
+def test_half_precision_results_are_equal_on_all_ranks() -> None:
     def call(group: Group) -> bytes:
         given = np.random.default_rng(group.rank).random(30_001).astype(np.float16)
         return bytes(group.all_reduce(given, "mean").tobytes())

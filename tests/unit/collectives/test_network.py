@@ -1,4 +1,4 @@
-"""The engine on links that are socket pairs, without a world."""
+"""The engine on socket pairs, without a group."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_a_dropped_message_leaves_no_state() -> None:
 
 
 @given(EVENTS)
-def test_it_is_as_looking_through_two_lists(events: list[tuple[bool, int | None, int]]) -> None:
+def test_matching_equals_a_search_in_two_lists(events: list[tuple[bool, int | None, int]]) -> None:
     matching = Matching()
     receives: list[Posted] = []
     messages: list[Message] = []
@@ -46,19 +46,19 @@ def test_it_is_as_looking_through_two_lists(events: list[tuple[bool, int | None,
                 assert expected.receive is receive
                 messages.remove(expected)
         else:
-            come = message(source or 0, tag)
-            taken = next((r for r in receives if r.tag == tag and r.source in (None, come.source)), None)
-            assert matching.match(come) is (taken is not None)
-            assert come.receive is taken
+            arrived = message(source or 0, tag)
+            taken = next((r for r in receives if r.tag == tag and r.source in (None, arrived.source)), None)
+            assert matching.match(arrived) is (taken is not None)
+            assert arrived.receive is taken
             if taken is None:
-                matching.add_buffered(come)
-                messages.append(come)
+                matching.add_buffered(arrived)
+                messages.append(arrived)
             else:
                 receives.remove(taken)
         assert len(matching.posted()) == len(receives)
 
 
-def test_room_is_counted_for_every_rank() -> None:
+def test_each_rank_has_a_separate_limit_of_buffered_bytes() -> None:
     matching = Matching(max_buffered_bytes=100)
     first = message(1, size=60)
     assert matching.has_room(first)
@@ -69,7 +69,7 @@ def test_room_is_counted_for_every_rank() -> None:
     assert matching.has_room(message(1, size=60))
 
 
-def test_a_waiting_receive_of_another_message_leaves_room() -> None:
+def test_a_sender_has_room_while_a_receive_waits_for_another_of_its_messages() -> None:
     matching = Matching(max_buffered_bytes=10)
     other = posted(1, tag=7)
     matching.post(other)

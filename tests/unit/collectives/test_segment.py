@@ -18,7 +18,7 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
-def test_two_see_the_same_memory() -> None:
+def test_two_segments_share_the_memory() -> None:
     with Segment.create(10_000) as one:
         assert not one.bytes.any()
         with Segment.open(one.path, 10_000, pid=os.getpid()) as other:
@@ -27,7 +27,7 @@ def test_two_see_the_same_memory() -> None:
             assert other.address != one.address
 
 
-def test_a_hidden_segment_cannot_be_opened_but_used() -> None:
+def test_a_hidden_segment_cannot_be_opened_but_stays_usable() -> None:
     with Segment.create(4096) as one, Segment.open(one.path, 4096, pid=os.getpid()) as other:
         path = one.path
         one.hide()
@@ -50,7 +50,7 @@ def test_another_size_is_refused() -> None:
         Segment.open(one.path, 8192, pid=os.getpid())
 
 
-def test_no_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -59,7 +59,7 @@ def test_no_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         Segment.create(5 << 20)
 
 
-def test_no_room_to_map_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_mapping_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with Segment.create(4096) as one:
 
         def fail(*_: object) -> None:
@@ -71,7 +71,7 @@ def test_no_room_to_map_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
                 Segment.open(one.path, 4096, pid=os.getpid())
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has anonymous files")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no os.memfd_create")
 def test_only_segments_of_the_process_are_mapped(tmp_path: Path) -> None:
     plain = tmp_path / "paceline"
     plain.write_bytes(bytes(4096))

@@ -1,4 +1,4 @@
-"""The engine alone: two ranks in one process, with one segment and no world."""
+"""The engine without a group: two ranks in one process share one segment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def engines() -> Iterator[list[SharedMemory]]:
         engine.close()
 
 
-def both(engines: list[SharedMemory], work: Callable[[SharedMemory], object]) -> list[BaseException | None]:
+def in_both_ranks(engines: list[SharedMemory], work: Callable[[SharedMemory], object]) -> list[BaseException | None]:
     errors: list[BaseException | None] = [None, None]
 
     def run(rank: int) -> None:
@@ -63,16 +63,16 @@ def both(engines: list[SharedMemory], work: Callable[[SharedMemory], object]) ->
     return errors
 
 
-def around(num_bytes: int) -> list[int]:
+def counts_around(num_bytes: int) -> list[int]:
     return [(num_bytes + change) // 4 for change in (-4, 0, 4)]
 
 
 _EDGES = (1 << 15, steps.SLOT_BYTES // 2, steps.SLOT_BYTES, 3 * steps.SLOT_BYTES)
 
 
-@pytest.mark.parametrize("count", [0, 1, *(count for edge in _EDGES for count in around(edge))])
+@pytest.mark.parametrize("count", [0, 1, *(count for edge in _EDGES for count in counts_around(edge))])
 @pytest.mark.parametrize("algorithm", ["shared", "direct"])
-def test_sums_at_every_edge(engines: list[SharedMemory], count: int, algorithm: str) -> None:
+def test_sums_of_sizes_around_each_limit(engines: list[SharedMemory], count: int, algorithm: str) -> None:
     def reduce(engine: SharedMemory) -> None:
         if algorithm == "direct":
             engine.test_peer_reads(order(1, "meet"))
@@ -82,21 +82,21 @@ def test_sums_at_every_edge(engines: list[SharedMemory], count: int, algorithm: 
             engine.all_reduce(order(sequence, algorithm=algorithm), area(array), area(array), _SUM)
             assert np.array_equal(array, 2 * np.arange(count, dtype=np.float32) + 1 + 2 * sequence)
 
-    assert both(engines, reduce) == [None, None]
+    assert in_both_ranks(engines, reduce) == [None, None]
 
 
-def test_ranks_have_the_numbers_of_the_group(engines: list[SharedMemory]) -> None:
+def test_errors_name_ranks_by_their_numbers_in_the_group(engines: list[SharedMemory]) -> None:
     with pytest.raises(RankLostError, match="rank 7") as lost:
         engines[0].barrier(order(1, timeout_s=0.05))
     assert lost.value.ranks == (7,)
-    engines[1].barrier(order(1))  # rank 4 was there
+    engines[1].barrier(order(1))  # rank 4 has already called this barrier
     with pytest.raises(RankLostError, match="rank 7") as lost:
         engines[1].barrier(order(2))
     assert lost.value.ranks == (7,)
 
 
 def test_a_mismatch_names_both_calls(engines: list[SharedMemory]) -> None:
-    errors = both(engines, lambda engine: engine.barrier(order(1, f"number {engine.rank}")))
+    errors = in_both_ranks(engines, lambda engine: engine.barrier(order(1, f"number {engine.rank}")))
     for error in errors:
         assert isinstance(error, MismatchError)
         assert "rank 4 called number 0" in str(error)
@@ -110,7 +110,7 @@ def test_an_error_of_one_rank_reaches_the_other(engines: list[SharedMemory]) -> 
         engines[1].barrier(order(1))
 
 
-def test_a_long_story_is_cut(engines: list[SharedMemory]) -> None:
+def test_a_long_error_message_is_cut(engines: list[SharedMemory]) -> None:
     engines[0].abort(RankLostError("ä" * 10_000, tuple(range(10_000))))
     with pytest.raises(RankLostError, match=r"^ä{1500}$") as lost:
         engines[1].barrier(order(1))
@@ -122,13 +122,13 @@ def test_a_mismatch_of_many_sizes_reports_the_number(engines: list[SharedMemory]
         call = shorten(CollectiveCall("all_gather (uneven)", "float32", (1 << 20,) * (1000 + engine.rank)))
         engine.barrier(Order(call, call.signature, 1, 10.0))
 
-    for error in both(engines, gather):
+    for error in in_both_ranks(engines, gather):
         assert isinstance(error, MismatchError), repr(error)
         assert "rank 4 called all_gather (uneven) of 1000 sizes" in str(error)
         assert "rank 7 called all_gather (uneven) of 1001 sizes" in str(error)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory of others is read on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux can a process read the memory of another process")
 def test_a_rank_with_unreadable_memory_is_named(engines: list[SharedMemory], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "DYING_S", 0.01)
     steps.publish_word(np.uint64(engines[1].control + steps.PROCESS), np.uint64(1 << 30))  # no such process
@@ -138,7 +138,7 @@ def test_a_rank_with_unreadable_memory_is_named(engines: list[SharedMemory], mon
         array = np.ones(DIRECT_BYTES // 4, np.float32)
         engine.all_reduce(order(1, algorithm="direct"), area(array), area(array), _SUM)
 
-    for error in both(engines, reduce):
+    for error in in_both_ranks(engines, reduce):
         assert isinstance(error, RankLostError), repr(error)
         assert error.ranks == (7,)
         assert "cannot read the memory of rank 7" in str(error)
@@ -159,7 +159,7 @@ def test_a_departed_rank_is_named(engines: list[SharedMemory]) -> None:
         (KeyboardInterrupt(), CollectiveError),
     ],
 )
-def test_stories_keep_kind_text_and_ranks(error: BaseException, kind: type[CollectiveError]) -> None:
+def test_a_transmitted_error_keeps_kind_text_and_ranks(error: BaseException, kind: type[CollectiveError]) -> None:
     raised = Abort.of(error).error("g")
     assert type(raised) is kind
     assert str(raised) == str(error)

@@ -16,7 +16,7 @@ def chosen(group: Group, num_bytes: int, operation: str = "all_reduce") -> str:
     return group.explain(num_bytes, operation).splitlines()[0].split(": ", 1)[1].split(" (")[0]
 
 
-def test_names() -> None:
+def test_unknown_names_of_algorithms_are_rejected() -> None:
     for names in ALGORITHMS.values():
         for name in names:
             check_algorithm(name)
@@ -47,7 +47,7 @@ def test_all_ranks_choose_the_same_algorithm(options: dict[str, object]) -> None
     assert all(choice == explanations[0] for choice in explanations)
 
 
-def test_an_algorithm_is_taken_where_it_can_be() -> None:
+def test_a_requested_algorithm_is_used_if_it_supports_the_call() -> None:
     def call(group: Group) -> list[str]:
         group.all_gather(np.ones(5))
         group.all_reduce(np.ones(5))
@@ -56,7 +56,7 @@ def test_an_algorithm_is_taken_where_it_can_be() -> None:
 
     for on_three in run_ranks(3, call, algorithm="recursive-doubling"):
         assert on_three[0] == "recursive-doubling"
-        assert on_three[1] != "recursive-doubling"  # it needs a power of two
+        assert on_three[1] != "recursive-doubling"  # it needs a power of two ranks
         assert on_three[2] not in ("recursive-doubling", "none yet")
     for on_four in run_ranks(4, call, algorithm="recursive-doubling"):
         assert on_four[:2] == ["recursive-doubling"] * 2

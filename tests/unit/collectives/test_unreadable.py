@@ -43,7 +43,7 @@ def test_invalid_text(data: bytes) -> None:
     assert "rank 1 sent invalid bytes during barrier(), call 3 of group 'g'" in abort.message
 
 
-def test_last_words_without_end_are_not_gathered() -> None:
+def test_an_endless_final_message_is_not_buffered() -> None:
     class NoProgress:
         def watch(self, watched: Any, events: int) -> None:
             pass

@@ -47,7 +47,7 @@ def read(path: Path, **options: Any) -> Batch:
 
 
 @pytest.mark.parametrize("write", [write_npz, write_npy, write_sparse])
-def test_arrays_are_examples(tmp_path: Path, write: Any) -> None:
+def test_rows_of_arrays_are_examples(tmp_path: Path, write: Any) -> None:
     path = write(tmp_path)
     assert detect_format(path) == "numpy"
     text = tmp_path / "x.svm"
@@ -114,7 +114,7 @@ def test_numbers_beyond_float32_are_malformed_without_a_warning(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
-def test_wide_rows_are_read_few_at_a_time(tmp_path: Path, is_sparse: bool) -> None:
+def test_wide_rows_are_read_in_small_batches(tmp_path: Path, is_sparse: bool) -> None:
     dense = np.ones((70, 50_000), np.int8)
     if is_sparse:
         sparse.save_npz(tmp_path / "x.npz", sparse.csr_matrix(dense))
@@ -142,7 +142,7 @@ def header(text: str) -> bytes:
     return b"\x93NUMPY\x01\0" + len(text).to_bytes(2, "little") + text.encode() + bytes(64)
 
 
-def test_files_similar_to_arrays_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_malformed_array_files_are_rejected_with_a_message(tmp_path: Path) -> None:
     large = "{'descr': '<f8', 'fortran_order': False, 'shape': (%d, 4)}\n"
     y = npy(Y)
     for number, data in enumerate(

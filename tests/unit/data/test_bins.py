@@ -56,14 +56,14 @@ def test_nonlinear_effects_get_bins_and_linear_effects_none(effect) -> None:  # 
     assert len(fit_scale(cells, "auto", labels_of(effect(NUMBERS))).edges) in (7, 15, 31)
     for straight in (NUMBERS, 0 * NUMBERS, -2 * NUMBERS):
         assert fit_scale(cells, "auto", labels_of(straight)).edges == ()
-    few = slice(60)  # too few rows for the rates in bins
+    few = slice(60)  # too few rows to estimate a rate for each bin
     assert fit_scale(cells[few], "auto", labels_of(effect(NUMBERS))[few]).edges == ()
     assert fit_scale(cells, "auto").edges == ()
     quantity = effect(NUMBERS) + np.random.default_rng(1).normal(size=len(NUMBERS))
     assert fit_scale(cells, "auto", quantity).edges
 
 
-def test_names_of_scales() -> None:
+def test_names_and_descriptions_of_scales() -> None:
     for how in ("quantile:2", "quantile:1024", "log-bins"):
         check_numeric_scale(how)
     for how in ("quantile:1", "quantile:1025"):
@@ -78,7 +78,7 @@ def test_names_of_scales() -> None:
     assert fit_scale(["7"] * 30, "quantile:4") == fit_scale(["7"] * 30, "standard")
 
 
-def test_the_kernel_and_a_loop() -> None:
+def test_the_kernel_equals_a_loop_in_python() -> None:
     """Rows of two categories and three numeric columns, one without bins; some numbers are missing."""
     numeric, edges = ("x", "y", "z"), ((0.0, 1.0), (), (-1.0,))
     keys, values, indptr, expected = [], [], [0], []

@@ -59,20 +59,20 @@ def test_detect_format(tmp_path: Path, content: bytes, name: str, format: str) -
     "content",
     [b"once upon a time\n", b"one, two\nthree\nfour, five, six\n", b"\0\1\2" * 99, b"\n\n", b"\xff\xfd" * 99],
 )
-def test_a_file_of_no_known_format(tmp_path: Path, content: bytes) -> None:
+def test_a_file_of_unknown_format(tmp_path: Path, content: bytes) -> None:
     text = failure(write(tmp_path / "x", content))
     assert text.startswith(f"X looks like none of {', '.join(FORMATS)}: ")
     assert "--format" in text
 
 
-def test_a_file_with_a_header_alone(tmp_path: Path) -> None:
+def test_a_file_with_only_a_header(tmp_path: Path) -> None:
     for content in (b"label,site\n", b"label;site;age"):
         assert "has one line, 'label" in failure(write(tmp_path / "x.csv", content))
 
 
 @pytest.mark.parametrize("name", ["x", "x.gz"])
 def test_rows_longer_than_the_first_sample(tmp_path: Path, name: str) -> None:
-    """Rows of a megabyte. The labels in the sample are those of complete rows."""
+    """The rows have about a megabyte each. The sample has only labels of complete rows."""
     pairs = b" ".join(b"%d:1" % i for i in range(120_000))
     path = write(tmp_path / name, b"".join(b"%d %s\n" % (i % 2, pairs) for i in range(7)))
     assert detect_format(path) == "libsvm"
@@ -96,7 +96,7 @@ def test_bad_lines_are_skipped_counted_and_described(tmp_path: Path) -> None:
             assert dataset.bad_lines.first[0] == line
 
 
-def test_a_bad_line_is_shown_short_and_printable(tmp_path: Path) -> None:
+def test_the_shown_part_of_a_bad_line_is_short_and_printable(tmp_path: Path) -> None:
     path = write(tmp_path / "x", LIBSVM + b"\x00\xff\x1b[31m" + b"z" * 500 + b"\n")
     with open_dataset(path, "libsvm") as dataset:
         assert sum(b.num_examples for b in dataset.read(0, 0, 10)) == 2
@@ -106,7 +106,7 @@ def test_a_bad_line_is_shown_short_and_printable(tmp_path: Path) -> None:
     assert len(text) == 80
 
 
-def test_strict_names_file_line_text_and_reason(tmp_path: Path) -> None:
+def test_the_error_of_strict_names_file_line_text_and_reason(tmp_path: Path) -> None:
     path = write(tmp_path / "x", LIBSVM * 1000 + b"1 a:1\n" + LIBSVM)
     assert failure(path, strict=True) == (
         "X: line 2,001 is malformed: an index is not an integer from 0 to 2^64-1 with a colon after it: '1 a:1'"
@@ -114,7 +114,7 @@ def test_strict_names_file_line_text_and_reason(tmp_path: Path) -> None:
     assert read_all(path) == 2002
 
 
-def test_another_format_than_declared(tmp_path: Path) -> None:
+def test_a_file_in_another_format_than_declared(tmp_path: Path) -> None:
     for count in (1, 20):
         text = failure(write(tmp_path / "x", CRITEO * count), "libsvm")
         assert text.startswith("X does not look like libsvm: its first line is '1\\t5\\t5")
@@ -125,7 +125,7 @@ def test_another_format_than_declared(tmp_path: Path) -> None:
     assert read_all(mostly_bad, "libsvm") == 2
 
 
-def test_missing_empty_folder_unreadable(tmp_path: Path) -> None:
+def test_missing_empty_and_unreadable_files_and_folders(tmp_path: Path) -> None:
     assert failure(tmp_path / "x") == "X does not exist"
     assert failure(write(tmp_path / "x", b"")) == "X is empty: it has no line or row to read"
     assert failure(tmp_path).startswith("X is a folder, not a data file")
@@ -137,7 +137,7 @@ def test_missing_empty_folder_unreadable(tmp_path: Path) -> None:
 
 
 def test_zstd_files(tmp_path: Path) -> None:
-    """Several frames with a skippable frame between them: truncated, damaged, or empty."""
+    """A file of several frames, with a skippable frame between them, is complete, truncated, damaged or empty."""
     zstandard = pytest.importorskip("zstandard")
     pack = zstandard.ZstdCompressor().compress
     text = b"".join(b"%d %d:1\n" % (i % 2, i) for i in range(100_000))
@@ -149,7 +149,7 @@ def test_zstd_files(tmp_path: Path) -> None:
     with open_dataset(path, shard_bytes=100_000) as dataset:
         assert [key for batch in dataset.batches(1000) for key in batch.keys.tolist()] == list(range(100_000))
         assert dataset.ended(0) == -(-len(text) // 100_000)
-        assert next(iter(dataset.read(0, 3, 10))).num_examples == 10  # an earlier shard: from the beginning again
+        assert next(iter(dataset.read(0, 3, 10))).num_examples == 10  # an earlier shard: decompression starts again
     for content, message in (
         (whole[: len(whole) // 3], "is truncated: its zstd stream ends after"),
         (whole[:50] + b"\xff" * 40_000 + whole[40_050:], "is damaged: decompression fails after"),
@@ -190,7 +190,7 @@ def test_damaged_gzip_files(tmp_path: Path) -> None:
     assert message_of(whole + b"more") == "X is damaged: other bytes follow its gzip stream"
 
 
-def test_a_line_without_end(tmp_path: Path) -> None:
+def test_an_endless_line_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "x"
     with open(path, "wb") as file:
         file.write(LIBSVM)
@@ -199,7 +199,7 @@ def test_a_line_without_end(tmp_path: Path) -> None:
     assert text.startswith("X has a line of more than 16 MiB, from byte 21 on")
 
 
-def test_a_vanishing_file(tmp_path: Path) -> None:
+def test_a_file_removed_after_opening_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "x", LIBSVM)
     dataset = open_dataset(path)
     path.unlink()

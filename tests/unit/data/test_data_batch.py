@@ -77,7 +77,7 @@ def test_batches_have_slots() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6), st.integers(1, 600))
-def test_batches_are_cut_by_size(widths: list[list[int]], num_bytes: int) -> None:
+def test_batches_are_divided_at_a_size_in_bytes(widths: list[list[int]], num_bytes: int) -> None:
     batches = [make(width, 100 * number, ones=number % 2 == 0) for number, width in enumerate(widths)]
     cut = list(cut_by_bytes(iter(batches), num_bytes))
     assert rows(cut) == rows(batches)
@@ -89,7 +89,7 @@ def test_batches_are_cut_by_size(widths: list[list[int]], num_bytes: int) -> Non
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6), st.integers(1, 600), st.integers(1, 5))
-def test_batches_are_cut_at_multiples(widths: list[list[int]], num_bytes: int, multiple: int) -> None:
+def test_batches_are_divided_at_multiples_of_a_number(widths: list[list[int]], num_bytes: int, multiple: int) -> None:
     batches = [make(width, 100 * number, ones=number % 2 == 0) for number, width in enumerate(widths)]
     cut = list(cut_by_bytes(iter(batches), num_bytes, multiple))
     assert rows(cut) == rows(batches)

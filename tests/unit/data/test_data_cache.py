@@ -54,7 +54,7 @@ def assert_same(a: Batch, b: Batch) -> None:
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry per block that is parsed from text."""
+    """Record one entry for each block that is parsed from text."""
     calls: list[int] = []
     original = text_reader.TextReader.parse_block
 
@@ -192,7 +192,7 @@ def test_changed_labels_next_to_arrays_are_read_again(tmp_path: Path, folder: Pa
 def test_a_source_changed_during_the_reading_is_reported_and_not_cached(
     source: Path, folder: Path, after: bytes
 ) -> None:
-    """The open file is the former file, and the name belongs to the new one."""
+    """The dataset still has the old file open when a new file replaces it under the same name."""
     dataset = open_dataset(source, shard_bytes=10_000, cache_dir=folder)
     spec = json.loads(json.dumps(dataset.spec()))
     list(dataset.read(0, 0, 100))
@@ -209,7 +209,7 @@ def test_a_source_changed_during_the_reading_is_reported_and_not_cached(
     assert_same(found, read(open_dataset(source.with_name("plain.svm"), shard_bytes=10_000)))
 
 
-def test_strict_does_not_trust_a_cache_with_bad_lines(source: Path, folder: Path) -> None:
+def test_strict_does_not_use_a_cache_with_bad_lines(source: Path, folder: Path) -> None:
     read(open_dataset(source, cache_dir=folder))
     with pytest.raises(DataError, match="is malformed"):
         read(open_dataset(source, cache_dir=folder, strict=True))
@@ -224,7 +224,7 @@ def test_a_partly_read_shard_is_not_cached(source: Path, folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_full_disk_ends_caching_not_reading(source: Path, folder: Path) -> None:
+def test_a_full_disk_ends_caching_but_not_reading(source: Path, folder: Path) -> None:
     plain = read(open_dataset(source))
     dataset = open_dataset(source, cache_dir=folder)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -239,7 +239,7 @@ def test_a_full_disk_ends_caching_not_reading(source: Path, folder: Path) -> Non
     assert list(folder.iterdir()) == []
 
 
-def test_an_impossible_folder_ends_caching(source: Path) -> None:
+def test_an_unusable_folder_ends_caching_but_not_reading(source: Path) -> None:
     dataset = open_dataset(source, cache_dir=source / "cache")
     assert read(dataset).num_examples == 4500
     assert dataset.cache_error is not None
@@ -276,7 +276,7 @@ def test_a_spec_opens_the_same_dataset(source: Path, folder: Path) -> None:
         open_spec(spec)
 
 
-def test_the_cache_is_readable_by_the_user_only(source: Path, folder: Path) -> None:
+def test_only_the_user_can_read_the_cache(source: Path, folder: Path) -> None:
     read(open_dataset(source, cache_dir=folder))
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
@@ -304,8 +304,10 @@ def test_the_cache_is_readable_by_the_user_only(source: Path, folder: Path) -> N
     ids=str,
 )
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_forged_cache(tmp_path: Path, folder: Path, change: dict[str, Any], ragged: bool) -> None:
-    """Invalid numbers lead no kernel beyond the arrays: the source is parsed again."""
+def test_a_cache_with_invalid_numbers_is_not_used(
+    tmp_path: Path, folder: Path, change: dict[str, Any], ragged: bool
+) -> None:
+    """A cache with invalid numbers is ignored, so no kernel accesses memory outside of the arrays."""
     source = tmp_path / "x.svm"
     source.write_bytes(b"".join(b"1 %d:1 2:1%s\n" % (i + 3, b" 9999:1" * (ragged and i % 2)) for i in range(100)))
     plain = read(open_dataset(source, cache_dir=folder))
@@ -326,7 +328,7 @@ def test_a_forged_cache(tmp_path: Path, folder: Path, change: dict[str, Any], ra
     assert path.read_bytes() == data  # written again
 
 
-def test_a_cache_file_replaced_by_a_pipe(source: Path, folder: Path) -> None:
+def test_a_pipe_in_place_of_a_cache_file_is_not_opened(source: Path, folder: Path) -> None:
     plain = read(open_dataset(source, cache_dir=folder))
     [path] = folder.iterdir()
     path.unlink()
@@ -368,7 +370,7 @@ def test_labels_are_read_as_clicks_or_as_numbers(tmp_path: Path, folder: Path) -
         open_dataset(path, labels="words")
 
 
-def test_weights_are_kept(tmp_path: Path, folder: Path, source: Path) -> None:
+def test_weights_are_cached(tmp_path: Path, folder: Path, source: Path) -> None:
     batch = Batch(
         np.zeros(2, np.float32), np.array([0, 1, 2]), np.ones(2, np.uint64), weights=np.array([1, 2.5], np.float32)
     )

@@ -78,7 +78,7 @@ def test_csv(tmp_path: Path, name: str, batch_size: int) -> None:
         assert dataset.ended(0) == dataset.num_shards(0) == 1
 
 
-def test_csv_without_columns_takes_strings_as_categories_and_numbers_as_numbers(tmp_path: Path) -> None:
+def test_csv_columns_are_guessed_as_categories_or_numbers(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("site,clicked,price,hour\na,1,0.5,3\nb,0,1.5,4\n")
     with open_dataset(path) as dataset:
@@ -129,12 +129,12 @@ def test_the_sample_is_spread_over_the_files(tmp_path: Path) -> None:
         (range(20), "labels are 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ..., expected"),
     ],
 )
-def test_which_labels_are_of_two_classes(labels: Sequence[float], fault: str | None) -> None:
+def test_labels_other_than_two_classes_are_described(labels: Sequence[float], fault: str | None) -> None:
     found = describe_not_binary(dict.fromkeys(labels, 5))
     assert found is None if fault is None else str(found).startswith(fault)
 
 
-def test_csv_categories_alone_have_no_values(tmp_path: Path) -> None:
+def test_a_csv_batch_with_only_categories_has_no_values(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes(CSV)
     with open_dataset(path, "csv", Columns("click", ("site",))) as dataset:
@@ -145,7 +145,7 @@ def test_csv_categories_alone_have_no_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shard_bytes", [7, 100, 5000, 70_000, 10**6])
 @pytest.mark.parametrize("how", ["plain", "quoted", "carriage returns", "no last newline", "gz"])
-def test_csv_shards_have_every_row_once(tmp_path: Path, shard_bytes: int, how: str) -> None:
+def test_each_csv_row_is_in_exactly_one_shard(tmp_path: Path, shard_bytes: int, how: str) -> None:
     """Quotes, shard borders and the order of reading do not change the rows."""
     count = 40 if shard_bytes < 1000 else 5000
     ads = [f'a{i}\n0,"b",{i}' if how == "quoted" and i % 5 == 0 else f"a{i}" for i in range(count)]
@@ -174,7 +174,7 @@ def test_csv_shards_have_every_row_once(tmp_path: Path, shard_bytes: int, how: s
         assert dataset.bad_lines.count == 0
 
 
-def test_a_row_without_end(tmp_path: Path) -> None:
+def test_an_endless_row_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes(b'click,site,ad,price\n1,a,b,1\n0,"a,b,1\n' + b"0,a,b,1\n" * (3 << 20))
     with open_dataset(path, "csv", COLUMNS) as dataset, pytest.raises(DataError, match="row of more than 16 MiB, from"):
@@ -279,7 +279,7 @@ def test_parquet_columns_are_guessed(tmp_path: Path) -> None:
         assert len(rows(dataset)) == 5
 
 
-def test_integers_are_one_category_in_any_notation(tmp_path: Path) -> None:
+def test_an_integer_is_the_same_category_in_any_notation(tmp_path: Path) -> None:
     """pandas turns integers into floats if values are missing. Arrow writes large floats with an exponent."""
     values = [3, 99_999_999_999, 2**40, 2**53, -7]
     expected = [key("id", str(value)) for value in values]
@@ -294,8 +294,8 @@ def test_integers_are_one_category_in_any_notation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("type", [pa.list_(pa.string()), pa.large_list(pa.large_string())])
-def test_parquet_lists(tmp_path: Path, type: Any) -> None:
-    """A list is several categories of one column. Missing lists and missing elements are no features."""
+def test_lists_in_parquet_are_several_categories(tmp_path: Path, type: Any) -> None:
+    """A list has several categories of one column. A missing list or element gives no feature."""
     tags = pa.array([["x", "y"], [], None, ["x", None], ["z"]], type)
     codes = pa.array([[1], [2, 3], None, [], [4]], pa.list_(pa.int32()))
     content = pa.table({"click": [1, 0, 1, None, 0], "tags": tags, "codes": codes, "price": [1.0, 2.0, None, 4.0, 5.0]})
@@ -354,7 +354,7 @@ def test_without_pyarrow_csv_is_read_and_parquet_names_the_package(
 
 
 def test_csv_has_the_keys_and_values_of_an_arrow_table(tmp_path: Path) -> None:
-    """Models that were saved when Arrow read CSV stay valid."""
+    """Earlier versions read CSV with Arrow; models saved by them stay valid."""
     cells = ["a", "exactly8", "longer than eight", "", "NA", "ä€", 'quo"ted', "two\nlines", " blank "]
     numbers = ["1", "-2.5", "", "nan", "1e-3", "12345678", "123456789", "+7", " 3 ", "0.1"]
     data = [[str(i % 2), cells[i % 9], cells[i * 7 % 9], numbers[i % 10]] for i in range(90)]

@@ -1,4 +1,4 @@
-"""The guessed types of columns without an option."""
+"""The types of columns that no option names are guessed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_kinds_of_columns(name: str, values: list[object], kind: str, reason: st
     assert (found, reason in why) == (kind, True), why
 
 
-def test_integers_of_a_column_with_missing_ones() -> None:
+def test_integers_of_a_column_with_missing_values() -> None:
     """pandas writes 100153.0 for 100153 if another number is missing, and Parquet then has floats."""
     codes: list[object] = [str(100_000 + i * 7919 % 300) for i in range(6000)]
     for type in ("", "float"):
@@ -84,7 +84,7 @@ def test_types_of_parquet_columns_are_used() -> None:
     assert judge(["[1, 2]"] * 20, type="list") == ("categorical", "in lists")
 
 
-def test_the_label_alone_is_enough(tmp_path: Path) -> None:
+def test_the_other_columns_are_guessed_if_only_the_label_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("id,won,site,age\n" + "".join(f"{10**19 + i},{i % 2},s{i % 9},{i * i % 97}\n" for i in range(600)))
     sample = Csv().sample_table([str(path)], ["won"])
@@ -103,7 +103,7 @@ def test_the_label_alone_is_enough(tmp_path: Path) -> None:
         guess_columns("x.csv", sample)
 
 
-def test_nothing_to_learn_from(tmp_path: Path) -> None:
+def test_data_without_a_column_to_learn_from_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("id,click\n" + "".join(f"u{i},{i % 2}\n" for i in range(600)))
     with pytest.raises(UsageError, match="no column to learn from: 'id' identifies rows: text, all distinct"):
@@ -148,7 +148,7 @@ def write_column(path: Path, cells: list[str]) -> Path:
 
 @pytest.mark.parametrize("missing", ["?", ".", "N/A"])
 def test_numbers_with_a_mark_for_missing_values_are_numbers(tmp_path: Path, missing: str) -> None:
-    """Files in the forms of UCI and of SAS are described and read."""
+    """Files with the marks of the UCI repository and of SAS are read."""
     path = write_column(tmp_path / "x.csv", [missing if row % 5 == 0 else f"{row / 8}" for row in range(100)])
     columns = sample_data([path], reading=ReadOptions(label="y")).columns
     assert columns is not None
@@ -158,16 +158,16 @@ def test_numbers_with_a_mark_for_missing_values_are_numbers(tmp_path: Path, miss
     assert batch.indptr.tolist()[:7] == [0, 0, 1, 2, 3, 4, 4]
 
 
-def test_infinite_numbers_do_not_make_a_column_text() -> None:
+def test_a_column_with_infinite_numbers_is_numeric() -> None:
     assert judge([*(f"{row / 8}" for row in range(100)), "inf", "-Infinity"]) == ("numeric", "numbers")
 
 
-def test_the_one_word_among_numbers_is_named() -> None:
+def test_a_single_word_among_numbers_is_named() -> None:
     assert judge(["unknown", "unknown", *range(100)]) == ("categorical", "text: numbers, but for 'unknown'")
 
 
 @pytest.mark.parametrize("cell", ["$12", "3.5%", "1,200 €"])
-def test_signs_of_currencies_and_percent_are_refused(tmp_path: Path, cell: str) -> None:
+def test_currency_and_percent_signs_are_rejected(tmp_path: Path, cell: str) -> None:
     path = write_column(tmp_path / "x.csv", [f'"{cell}"'] * 60)
     with pytest.raises(UsageError, match="currency or percent signs"):
         sample_data([path], reading=ReadOptions(label="y"))

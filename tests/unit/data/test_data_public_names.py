@@ -14,6 +14,6 @@ def test_all_is_sorted_and_complete() -> None:
     assert public - {"annotations"} == set(names)
 
 
-def test_importing_it_imports_neither_numba_nor_pyarrow() -> None:
+def test_importing_data_imports_neither_numba_nor_pyarrow() -> None:
     code = "import sys, paceline.data; sys.exit(bool({'numba', 'pyarrow', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

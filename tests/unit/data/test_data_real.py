@@ -1,4 +1,4 @@
-"""Real files, and that reading compiles nothing that compile_kernels() did not."""
+"""Read real files. Reading needs no compilation after compile_kernels()."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_libsvm(real_data: Path, name: str, rows: int, keys: int) -> None:
     assert whole.keys.tolist() == [key for row in good for key in row[1]]
 
 
-def test_a_text_of_no_format(real_data: Path) -> None:
+def test_plain_text_has_no_format(real_data: Path) -> None:
     with pytest.raises(Exception, match="looks like none of"):
         detect_format(real_data / "text" / "tinyshakespeare.txt")
 
 
-def test_reading_adds_no_signatures(tmp_path: Path) -> None:
+def test_reading_compiles_no_further_signatures(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     kernels.compile_kernels()
     row = b"1\t" + b"\t".join([b"5"] * 13 + [b"05db9164"] * 26) + b"\n"

@@ -53,7 +53,7 @@ def test_the_scale_of_a_sample() -> None:
 
 @pytest.mark.parametrize("how", ["auto", "log"])
 def test_the_unit_of_logarithms_follows_the_unit_of_the_column(how: str) -> None:
-    """A column in thousandths has the same scale as in whole units, with and without labels."""
+    """A column in thousandths is scaled to the same values as in whole units, with and without labels."""
     sizes = np.exp(np.random.default_rng(1).normal(0, 2.5, 4000))
     labels = (np.random.default_rng(2).random(4000) < 1 / (1 + np.exp(-np.log(sizes)))).astype(float)
     for known in (labels, None):
@@ -70,7 +70,7 @@ def test_the_unit_of_logarithms_follows_the_unit_of_the_column(how: str) -> None
     assert fit_scale(["0", "7", "1200", "3.0"], "log").unit == 1
 
 
-def test_logarithms_where_values_spread_widely() -> None:
+def test_logarithms_are_used_for_widely_spread_values() -> None:
     draws = {
         "heavy": [str(RANDOM.lognormvariate(3, 2)) for _ in range(5000)],
         "normal": [str(RANDOM.gauss(50, 20)) for _ in range(5000)],
@@ -91,7 +91,7 @@ def test_an_unknown_scale() -> None:
         check_numeric_scale("ln")
 
 
-def test_readers_scale_and_specs_cache_and_models_carry_it(tmp_path: Path) -> None:
+def test_readers_specs_caches_and_models_keep_the_scale(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("y,a,b\n1,2,0\n0,,6\n0,10,NA\n")
     pq.write_table(pa.table({"y": [1, 0, 0], "a": [2, None, 10], "b": [0.0, 6.0, None]}), tmp_path / "x.parquet")
     plain = Columns("y", (), ("a", "b"))
@@ -118,7 +118,7 @@ def test_readers_scale_and_specs_cache_and_models_carry_it(tmp_path: Path) -> No
 
 
 def test_numeric_columns_of_rows_are_scaled_in_place() -> None:
-    """Rows whose numbers come last; some numbers are missing."""
+    """The numbers stand at the end of the rows, and some numbers are missing."""
     seeds = np.array([7, 5, 9], np.uint64)
     scales = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 2.0], [2.0, 1.0, 4.0], [0.0, 0.0, 0.0]])
     rows = [[(100, 1.0), (7, 3.0), (5, -3.0), (9, 10.0)], [(5, 0.0)], [], [(7, 1.0), (9, 1e30)], [(100, 1.0)]]
@@ -131,7 +131,7 @@ def test_numeric_columns_of_rows_are_scaled_in_place() -> None:
 
 
 def test_close_numbers_far_from_0(tmp_path: Path) -> None:
-    """Milliseconds within 100 s, which float32 rounds to one or two values: in text, Parquet and converted files."""
+    """Times in milliseconds within 100 s, which float32 would round to two values: text, Parquet, converted files."""
     rng = np.random.default_rng(1)
     times = 1_764_000_000_000 + rng.integers(0, 100_000, 2000)
     near = 5e6 + rng.normal(size=2000)

@@ -82,7 +82,7 @@ def test_every_line_is_in_one_shard(
     st.integers(1, 60),
     st.sampled_from(["t.svm", "t.svm.gz"]),
 )
-def test_the_shards_together_are_the_file(
+def test_the_shards_together_have_every_line_of_the_file(
     folder: Path, widths: list[int], newline: bytes, final: bool, shard_bytes: int, name: str
 ) -> None:
     lines = [b" ".join([b"1", *(b"%d:1" % (10 * i + j) for j in range(n))]) for i, n in enumerate(widths)]
@@ -121,7 +121,7 @@ def test_a_shard_after_the_end_is_empty(tmp_path: Path) -> None:
             assert keys_of(dataset, 0, 6) == []
 
 
-def test_rising_shards_of_a_gzip_file_are_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_in_rising_order_decompress_a_gzip_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unpacked = 0
     original = GzipStream.decompress
 
@@ -137,14 +137,14 @@ def test_rising_shards_of_a_gzip_file_are_unpacked_once(tmp_path: Path, monkeypa
         monkeypatch.setattr(GzipStream, "decompress", counted)
         assert all_keys(dataset) == list(range(60_000))
         assert unpacked == len(text)
-        assert keys_of(dataset, 0, 2)[0] > 0  # an earlier reader starts again
+        assert keys_of(dataset, 0, 2)[0] > 0  # an earlier shard: decompression starts again at the beginning
         assert len(text) < unpacked < 2 * len(text)
         again = unpacked
-        assert keys_of(dataset, 0, 5)[0] > 0  # a later one does not, although some rows are left out
+        assert keys_of(dataset, 0, 5)[0] > 0  # a later shard: decompression continues, and skips the shards between
         assert unpacked < again + len(text)
 
 
-def test_an_iterator_may_be_dropped_and_two_may_run_at_once(tmp_path: Path) -> None:
+def test_an_iterator_may_be_dropped_and_two_may_run_concurrently(tmp_path: Path) -> None:
     for name in ("a.svm", "a.svm.gz"):
         with open_dataset(write(tmp_path / name, numbered(2000)), shard_bytes=4000) as dataset:
             expected = [keys_of(dataset, 0, shard) for shard in range(3)]
@@ -194,7 +194,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     assert peak < 16 << 20
 
 
-def test_the_default_shard_follows_the_size_of_all(tmp_path: Path) -> None:
+def test_the_default_size_of_shards_depends_on_the_size_of_all_files(tmp_path: Path) -> None:
     small = write(tmp_path / "a.svm", numbered(10))
     assert open_dataset(small).shard_bytes == 256 << 10
     large = tmp_path / "b.svm"

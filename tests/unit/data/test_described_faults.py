@@ -37,14 +37,14 @@ ROWS = "site,price,outcome\n" + "a,1.5,won\nb,2,lost\n" * 20
         (b'{"click": "won", "a": 1}\n' * 3, "labels, column 'click', are text, 'won': expected numbers"),
     ],
 )
-def test_refused_files(tmp_path: Path, content: bytes, expected: str) -> None:
+def test_unusual_files_are_rejected(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
     with pytest.raises(PacelineError, match=expected):
         sample_data([path])
 
 
-def test_weights_are_numbers(tmp_path: Path) -> None:
+def test_weights_that_are_text_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("site,price,click\n,1.5,1\n" + "b,2,0\n" * 20)
     with pytest.raises(PacelineError, match="the weights, column 'site', are text, 'b': expected numbers"):
@@ -65,7 +65,7 @@ def test_weights_are_numbers(tmp_path: Path) -> None:
         (["a", "b", "c", "d"], "texts such as 'a', 'b', 'c'"),
     ],
 )
-def test_texts_in_place_of_numbers(cells: Sequence[str], expected: str | None) -> None:
+def test_texts_in_numeric_columns_are_reported(cells: Sequence[str], expected: str | None) -> None:
     assert describe_no_numbers(cells) == expected
 
 
@@ -82,13 +82,13 @@ def test_texts_in_place_of_numbers(cells: Sequence[str], expected: str | None) -
         ('{"y": 1, "a": 2}\n{"y": 0, "a"\n{"y": 0, "a"\n', "jsonl"),
     ],
 )
-def test_bars_and_cut_lines(tmp_path: Path, text: str, format: str) -> None:
+def test_formats_of_files_with_bars_and_truncated_lines(tmp_path: Path, text: str, format: str) -> None:
     path = tmp_path / "x"
     path.write_text(text)
     assert detect_format(path) == format
 
 
-def test_cells_between_bars(tmp_path: Path) -> None:
+def test_cells_may_be_separated_by_bars(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text('site|price|click\na,b|1.5|1\n"c|d"|2|0\n')
     with open_dataset(path) as dataset:
@@ -97,7 +97,7 @@ def test_cells_between_bars(tmp_path: Path) -> None:
         assert dataset.columns.names == ["click", "site", "price"]
 
 
-def test_stray_quotes(tmp_path: Path) -> None:
+def test_lines_with_stray_quotes_are_malformed(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("site,price,click\na,1,0\n'b,c',2,1\nd,e,2,1\n" + "a,1,0\n" * 5)
     with open_dataset(path) as dataset:

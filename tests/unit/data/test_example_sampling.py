@@ -1,4 +1,4 @@
-"""A sample of examples: from everywhere, within bounds, the same every time."""
+"""A sample of examples covers all of the data, has a bounded size and is reproducible."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paceline.data.example_sampling import sample_batch, sample_examples, thin
 
 
 def write_sorted(path: Path, rows: int, width: int = 3) -> Path:
-    """A file whose labels are 0 in its first half; the key is the row's number."""
+    """Write a file whose labels are 0 in the first half and 1 in the second half; a key is the row's number."""
     lines = (f"{int(i >= rows // 2)} {i}:1 " + " ".join(f"{rows + k}:2" for k in range(width - 1)) for i in range(rows))
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def test_of_a_small_file_it_is_all(tmp_path: Path) -> None:
+def test_a_sample_of_a_small_file_has_all_examples(tmp_path: Path) -> None:
     with open_dataset(write_sorted(tmp_path / "x.svm", 1000)) as dataset:
         sample = sample_examples(dataset)
     assert sample.is_whole
@@ -28,7 +28,7 @@ def test_of_a_small_file_it_is_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_more_than_may_be_is_thinned_evenly(tmp_path: Path, pack: bool) -> None:
+def test_a_sample_with_too_many_rows_is_thinned_evenly(tmp_path: Path, pack: bool) -> None:
     file = write_sorted(tmp_path / "x.svm", 20_000)
     if pack:
         file = tmp_path / "x.svm.gz"
@@ -43,13 +43,13 @@ def test_more_than_may_be_is_thinned_evenly(tmp_path: Path, pack: bool) -> None:
     assert np.all(np.diff(sample.batch.keys[sample.batch.indptr[:-1]].astype(np.int64)) > 0)
 
 
-def test_pairs_are_bounded_too(tmp_path: Path) -> None:
+def test_the_number_of_pairs_is_bounded(tmp_path: Path) -> None:
     with open_dataset(write_sorted(tmp_path / "x.svm", 5000, width=20)) as dataset:
         sample = sample_examples(dataset, max_pairs=30_000)
     assert len(sample.batch.keys) <= 30_000
 
 
-def test_of_a_large_file_pieces_are_read(tmp_path: Path) -> None:
+def test_only_pieces_of_a_large_file_are_read(tmp_path: Path) -> None:
     rows = 600_000  # over 16 MiB
     with open_dataset(write_sorted(tmp_path / "x.svm", rows)) as dataset:
         sample, again = sample_examples(dataset), sample_examples(dataset)
@@ -59,7 +59,7 @@ def test_of_a_large_file_pieces_are_read(tmp_path: Path) -> None:
     assert sample.batch.keys.tobytes() == again.batch.keys.tobytes()
 
 
-def test_of_csv_every_file_is_looked_at(tmp_path: Path) -> None:
+def test_the_sample_has_examples_of_every_csv_file(tmp_path: Path) -> None:
     files = []
     for number in range(3):
         files.append(tmp_path / f"{number}.csv")
@@ -90,11 +90,11 @@ def test_thinning_keeps_positives_and_stays_unbiased(rate: float) -> None:
         rows = part.keys == key
         expected = labels[keys == key].mean()
         assert np.average(part.labels[rows], weights=weights[rows]) == pytest.approx(expected, rel=0.15)
-    assert part.labels[-100:].tolist() == labels[-100:].tolist() or rate < 0.1  # the newest run is whole
+    assert part.labels[-100:].tolist() == labels[-100:].tolist() or rate < 0.1  # the last examples are all kept
     assert thin(sample, n) == (sample.batch, n)
 
 
-def test_thinning_of_labels_of_other_than_two_classes_keeps_runs() -> None:
+def test_labels_of_more_than_two_classes_are_thinned_by_runs_of_rows() -> None:
     labels = np.arange(10_000, dtype=np.float32)
     part, num_represented = thin(sample_batch(Batch(labels, np.arange(10_001), labels.astype(np.uint64))), 2_000)
     assert part.weights is None

@@ -1,4 +1,4 @@
-"""Every feature of a reader has a name, found from the same file; names are unchanged."""
+"""The file of a feature gives the feature's name; the names are stable across versions."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_elements_of_lists(tmp_path: Path) -> None:
     assert set(FORMATS["parquet"].find_names([str(path)], columns, keys).values()) == {"tags=a", "tags=b"}
 
 
-def test_crosses_of_rows_without_pairs(tmp_path: Path) -> None:
-    """Rows with missing numbers alone have no pair: in the middle, and at the end."""
+def test_crosses_in_data_with_rows_without_pairs(tmp_path: Path) -> None:
+    """Rows in which all numbers are missing have no pair, in the middle of the file and at its end."""
     path, columns = tmp_path / "x.csv", Columns("click", (), ("a", "b"))
     path.write_text("click,a,b\n1,,\n0,2,3\n1,,\n0,,\n")
     interactions = Interactions(text="a:b").of_columns("csv", columns)

@@ -1,4 +1,4 @@
-"""Files as other programs write them: libffm, blanks as separators, Excel's first line, headers with blanks, text."""
+"""Files written by other programs: libffm, blanks as separators, Excel's first line, headers with blanks, text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_returns(text: bytes) -> bytes:
         ("sep=;\nclick;city;age\n" + "1;c1;20\n0;c2;30\n" * 30, "csv"),
     ],
 )
-def test_a_format_is_read_whatever_the_file_is_packed_or_ends_lines_with(
+def test_a_file_is_read_with_any_compression_mark_or_line_ending(
     tmp_path: Path, text: str, format: str, written: Callable[[bytes], bytes]
 ) -> None:
     first, second = tmp_path / "first", tmp_path / ("x.gz" if written is gzip.compress else "x")
@@ -105,7 +105,7 @@ def test_malformed_lines_of_libffm(line: bytes) -> None:
 
 
 @pytest.mark.parametrize("line", ["1:-3:0.2 | a b", "1:-3:0.2 2:1:0.5 |x a", "shared | a"])
-def test_contextual_bandits_are_refused_by_name(tmp_path: Path, line: str) -> None:
+def test_the_contextual_bandit_format_is_rejected(tmp_path: Path, line: str) -> None:
     (tmp_path / "x").write_text(f"{line}\n2:1:0.5 | c\n" * 5)
     with pytest.raises(DataError, match="contextual bandit format of Vowpal Wabbit, which is not supported"):
         detect_format(tmp_path / "x")
@@ -144,19 +144,19 @@ def test_a_first_row_with_repeated_values_is_data(tmp_path: Path, first: int) ->
     ("text", "has_header"),
     [
         ("x,y\n" + "x1,0\nx2,1\n" * 9, True),
-        ("0.5,y\n" + "0.25,n\n0.5,y\n" * 9, False),  # the label y is no name
+        ("0.5,y\n" + "0.25,n\n0.5,y\n" * 9, False),  # y is a label in the rows below, so it is not a name
         ("y,n,y\n" + "n,n,y\ny,y,n\n" * 9, False),
-        ("y,age\n" + "y,20\nn,30\n" * 9, True),  # a word above numbers
+        ("y,age\n" + "y,20\nn,30\n" * 9, True),  # only the first row has a word in a numeric column
         ("city,colour\nParis,red\nRome,blue\n", True),
     ],
 )
-def test_a_header_is_found_by_the_rows_below(text: str, has_header: bool) -> None:
+def test_a_header_is_found_by_comparison_with_the_rows_below(text: str, has_header: bool) -> None:
     dialect = guess_dialect(text)
     assert dialect is not None
     assert dialect.has_header == has_header
 
 
-def test_a_given_header_counts_and_is_remembered(tmp_path: Path) -> None:
+def test_the_option_for_a_header_is_used_and_stored(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     named = sample_of_text(path, "red,7,1\n" + "blue,8,0\nred,9,1\n" * 30, label="-1", header="yes")
     assert named.columns is not None
@@ -169,20 +169,20 @@ def test_a_given_header_counts_and_is_remembered(tmp_path: Path) -> None:
     assert read_dialect(str(path), plain_rows.names, "no").has_header is False
     headed = sample_of_text(path, text.partition("\n")[2], label="-1").columns
     assert headed is not None
-    path.write_text(text)  # the names of a headerless file are places, with which a header is passed over
+    path.write_text(text)  # the columns of a file without a header are named by position, so a header can be skipped
     dialect = read_dialect(str(path), headed.names, "yes")
     assert (dialect.names, dialect.has_header) == (("c1", "c2", "c3"), True)
     with pytest.raises(UsageError, match="--header maybe: expected one of auto, yes, no"):
         ReadOptions(header="maybe")
 
 
-def test_values_in_the_form_of_positions_are_no_header(tmp_path: Path) -> None:
+def test_values_such_as_c1_are_not_taken_for_a_header(tmp_path: Path) -> None:
     sample = sample_of_text(tmp_path / "x.csv", "c1,5,0\n" + "c2,6,1\nc1,7,0\n" * 30, label="-1")
     assert sample.columns is not None
     assert read(tmp_path / "x.csv", sample.columns).num_examples == 61
 
 
-def test_models_of_names_with_blanks_read_the_names_as_before(tmp_path: Path) -> None:
+def test_models_saved_with_blanks_in_names_still_read_them(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("click, city\n" + "1, a\n0, b\n" * 3)
     before = Columns.from_fields({"label": "click", "categorical": [" city"], "numeric": []})
     assert not before.trims
@@ -217,7 +217,7 @@ def test_text_between_tabs_is_not_split_at_blanks(tmp_path: Path) -> None:
 @given(
     st.lists(st.lists(st.text(st.sampled_from("ab1.,;"), min_size=1, max_size=3), min_size=1, max_size=5)), st.data()
 )
-def test_marked_blanks_keep_cells_and_the_length(rows: list[list[str]], data: st.DataObject) -> None:
+def test_marking_blanks_changes_neither_cells_nor_length(rows: list[list[str]], data: st.DataObject) -> None:
     blanks = st.text(st.sampled_from(" \t"), max_size=3)
     text = ""
     for row in rows:
@@ -250,7 +250,7 @@ def test_a_column_of_messages_is_guessed_as_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cell", ["ord-{0:x}", "user{0}@example.com", "2024-01-01 10:00:{0}", "https://e.org/a/{0}"])
-def test_unique_texts_are_left_out(tmp_path: Path, cell: str) -> None:
+def test_columns_of_distinct_identifiers_are_left_out(tmp_path: Path, cell: str) -> None:
     sample = sample_of_text(
         tmp_path / "x.csv", "label,a,b\n" + "".join(f"{i % 2},{cell.format(i)},{i / 8}\n" for i in range(99))
     )
@@ -347,7 +347,7 @@ def test_given_columns_are_used_and_the_other_columns_are_guessed(tmp_path: Path
             sample_of_text(tmp_path / "x.csv", text, **options)
 
 
-def test_predict_passes_over_the_header_of_a_file_for_a_model_without_one(tmp_path: Path) -> None:
+def test_predict_skips_a_header_if_the_model_was_trained_without_one(tmp_path: Path) -> None:
     rows = "red,1\nblue,0\n" * 30
     columns = sample_of_text(tmp_path / "x.csv", rows, label="-1").columns
     assert columns is not None

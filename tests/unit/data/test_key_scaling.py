@@ -54,12 +54,12 @@ def test_an_absent_centred_value_counts_as_zero() -> None:
     assert scaled.values.tolist() == [-5, 3, 2, 4]
 
 
-def test_values_of_one_are_left_alone() -> None:
+def test_data_with_only_ones_needs_no_scaling() -> None:
     assert find_key_scaling(Batch(np.zeros(1, np.float32), np.array([0, 2]), np.array([1, 2], np.uint64))) is None
     assert find_key_scaling(dense_batch([np.ones(50), np.ones(50)])) is None
 
 
-def test_rare_features_get_the_scale_of_rare_ones() -> None:
+def test_rare_features_share_one_scale() -> None:
     """One large numeric column and a thousand rare flags: the flags keep the value 1."""
     n = 1000
     keys = np.stack([np.zeros(n, np.uint64), np.arange(1, n + 1, dtype=np.uint64)], axis=1).reshape(-1)
@@ -93,7 +93,7 @@ def test_apply_scales_values(data: st.DataObject) -> None:
     np.testing.assert_allclose(to_dense(again.apply(batch), keys), expected)
 
 
-def test_a_scaling_of_nonsense_is_refused() -> None:
+def test_an_invalid_scaling_is_rejected() -> None:
     for spec in ({}, {"keys": [1], "means": [], "scales": [1], "other_scale": 1}, {"keys": [2, 1], "means": [0, 0],
                  "scales": [1, 1], "other_scale": 1}, {"keys": [1], "means": [0], "scales": [0], "other_scale": 1},
                  {"keys": ["x"], "means": [0], "scales": [1], "other_scale": 1}):  # fmt: skip
@@ -107,7 +107,7 @@ def test_distinct_keys() -> None:
     assert ids.tolist() == [0, 0, 1, 0, 2]
 
 
-def test_wild_values_are_bounded_and_weights_go_back() -> None:
+def test_extreme_values_are_bounded_and_weights_can_be_unscaled() -> None:
     scaling = KeyScaling(np.array([5], np.uint64), np.array([10.0]), np.array([2.0]), 4.0)
     wild = Batch(np.zeros(1, np.float32), np.array([0, 1]), np.array([5], np.uint64), np.array([1e30], np.float32))
     scaled = scaling.apply(wild)
@@ -132,7 +132,7 @@ def nonlinear_scaling() -> KeyScaling:
 
 @given(st.data())
 def test_logarithms_and_bins(data: st.DataObject) -> None:
-    """Keys that are also small numbers, with different bins; absent numbers are 0 for a key that is filled."""
+    """The columns have different bins or a logarithm. A missing number of a filled key counts as 0."""
     n = data.draw(st.integers(1, 5))
     rows = [data.draw(st.lists(st.sampled_from([1, 2, 7, 9]), unique=True)) for _ in range(n)]
     numbers = st.sampled_from([-5.0, -1.0, -0.0, 0.0, 1.5, 2.0, 5.0, 1e9])

@@ -1,4 +1,4 @@
-"""Labels that are words: the number of each word, in every format with columns, and unknown words."""
+"""Labels that are words: each word gets a number, in every format with columns; unknown words are malformed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_rows(path: Path, format: str, rows: list[tuple[str, float]]) -> Path:
 
 
 @pytest.mark.parametrize("format", _FORMATS)
-def test_two_words_are_0_and_1(tmp_path: Path, format: str) -> None:
+def test_two_words_become_0_and_1(tmp_path: Path, format: str) -> None:
     path = write_rows(tmp_path / "x", format, _ROWS)
     sample = sample_data([path], reading=ReadOptions(label="class"))
     assert sample.columns is not None

@@ -1,4 +1,4 @@
-"""The meanings of labels: above 0, one positive value, or numbers; and the meaning of words."""
+"""How labels are read: positive above 0, positive at one value, or as numbers; and how words are read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_labels_of_clicks(positive: float | None, expected: list[int]) -> None:
     assert found.tolist() == expected
 
 
-def test_a_label_beyond_float32_is_found() -> None:
+def test_a_positive_label_that_float32_rounds_is_found() -> None:
     found = np.array([0.1, 0.2], np.float32)
     read_as(clicks_where(0.1), found)
     assert found.tolist() == [1, 0]
@@ -58,7 +58,7 @@ def test_unknown_labels_stay_unknown() -> None:
 
 
 @pytest.mark.parametrize("labels", ["", "counts", "clicks:", "clicks:nan", "clicks:inf", "numbers:2"])
-def test_labels_are_read_as_nothing_else(labels: str) -> None:
+def test_unknown_readings_of_labels_are_rejected(labels: str) -> None:
     with pytest.raises(UsageError, match="expected numbers, clicks, or clicks:2"):
         positive_in(labels)
 
@@ -75,7 +75,7 @@ def test_the_positive_label_may_be_a_word() -> None:
 
 def test_the_positive_label_of_words() -> None:
     assert resolve_positive("ham", ("ham", "spam")) == 0
-    assert resolve_positive("spam", ("ham", "spam")) is None  # as without --positive
+    assert resolve_positive("spam", ("ham", "spam")) is None  # the last word is positive by default
     assert resolve_positive("b", ("a", "b", "c")) == 1
     with pytest.raises(UsageError, match="--positive Ham: no sampled row has this label"):
         resolve_positive("Ham", ("ham", "spam"))
@@ -86,7 +86,7 @@ def test_the_positive_label_of_words() -> None:
     [
         (["malignant", " benign", "", "benign", "NA"], ("benign", "malignant")),
         ([">50K", "<=50K"], ("<=50K", ">50K")),
-        (["F", "M"], ("F", "M")),  # F alone means false
+        (["F", "M"], ("F", "M")),  # with M, F does not mean false
         (["yes", "unclear"], ("unclear", "yes")),
         (["no", "lost"], ("no", "lost")),
         (["spam", "not spam"], ("not spam", "spam")),
@@ -149,7 +149,7 @@ def test_no_word_is_lost_or_merged(words: list[str], form: str, tmp_path_factory
 
 
 @pytest.mark.parametrize("name", ["Label", "CLICK", " Target ", "Y"])
-def test_a_label_is_found_in_capitals(tmp_path: Path, name: str) -> None:
+def test_a_label_column_in_capitals_is_found(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.csv"
     path.write_text(f"city,{name}\n" + "".join(f"c{at % 3},{at % 2}\n" for at in range(60)))
     assert find_label("x", ["age", name]) == name

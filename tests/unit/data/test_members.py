@@ -1,4 +1,4 @@
-"""Compressed files that can be entered anywhere: BGZF, and Zstandard of several frames."""
+"""Compressed files in which reading can start anywhere: BGZF, and Zstandard with several frames."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = b"".join(b"%d %d:1 %d:0.5\n" % (row % 2, row % 97 + 1, row + 200) for row
 
 
 def bgzf(data: bytes, size: int = 10_000) -> bytes:
-    """The members that bgzip writes, an empty one last, by the specification of SAM, section 4.1."""
+    """Return the data as bgzip compresses it: members, and an empty last member (SAM specification, section 4.1)."""
     members = []
     for part in [*(data[at : at + size] for at in range(0, len(data), size)), b""]:
         packer = zlib.compressobj(6, zlib.DEFLATED, -15)
@@ -32,7 +32,7 @@ def bgzf(data: bytes, size: int = 10_000) -> bytes:
 
 
 def zstd_frames(data: bytes, size: int = 30_000) -> bytes:
-    """Frames of several kinds, with skippable frames between them, as pzstd writes them."""
+    """Return the data as pzstd compresses it: frames of several kinds with skippable frames between them."""
     zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'paceline[zstd]'")
     frames = []
     for number, at in enumerate(range(0, len(data), size)):
@@ -45,7 +45,7 @@ PACKED = {"x.svm.gz": bgzf, "x.svm.zst": zstd_frames}
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_a_text_is_entered_anywhere(tmp_path: Path, name: str) -> None:
+def test_reading_can_start_anywhere(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(PACKED[name](TEXT))
     members = find_members(str(path))
@@ -101,7 +101,7 @@ def test_shards_equal_the_shards_of_the_text_in_any_order(tmp_path: Path, name: 
     ]
 
 
-def test_files_without_places_to_start_at(tmp_path: Path) -> None:
+def test_files_that_can_only_be_read_from_the_beginning(tmp_path: Path) -> None:
     path = tmp_path / "x.svm.gz"
     whole = bgzf(TEXT)
     ordinary = gzip.compress(TEXT)

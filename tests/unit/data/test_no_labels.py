@@ -34,7 +34,7 @@ def read(path: Path, format: str, columns: Columns | None, *, needs_labels: bool
     ("format", "text", "separator", "columns"),
     [("criteo", CRITEO, "\t", None), ("libsvm", LIBSVM, " ", None), ("csv", CSV, ",", COLUMNS)],
 )
-def test_the_features_are_the_same(
+def test_features_do_not_depend_on_the_presence_of_labels(
     tmp_path: Path, format: str, text: str, separator: str, columns: Columns | None
 ) -> None:
     path = tmp_path / "x"
@@ -95,11 +95,14 @@ def test_decimal_commas_are_refused(tmp_path: Path) -> None:
     [
         ("{i},234", "commas between thousands, such as '0,234' in column 'price'. Write them without"),
         ("1,{i:03},234", "commas between thousands, such as '1,000,234'"),
-        ("{i},{i}00", "decimal commas, such as '10,1000'"),  # '1,100' could be either
+        (
+            "{i},{i}00",
+            "decimal commas, such as '10,1000'",
+        ),  # '1,100' alone would be ambiguous
         ("{i},234.50", "commas between thousands, such as '0,234.50'"),
     ],
 )
-def test_thousands_are_not_decimal(tmp_path: Path, cell: str, message: str) -> None:
+def test_commas_between_thousands_are_not_taken_for_decimal_commas(tmp_path: Path, cell: str, message: str) -> None:
     path = tmp_path / "x.csv"
     path.write_text("y;price\n" + "".join(f"{i % 2};{cell.format(i=i)}\n" for i in range(60)))
     with pytest.raises(UsageError, match=message):

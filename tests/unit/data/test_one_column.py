@@ -1,4 +1,4 @@
-"""The relation of one column and the label: lines, tables, and the choice between them."""
+"""The effect of one column on the label: by a line or by a table of bins, and the choice of one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_loss_of_a_line_is_minimal() -> None:
 
 
 @pytest.mark.parametrize("labels", [np.zeros(30), np.ones(30), np.r_[np.zeros(15), np.ones(15)], np.empty(0)])
-def test_labels_of_one_kind_and_separated_ones(labels: np.ndarray) -> None:
+def test_the_loss_is_finite_for_equal_and_for_separable_labels(labels: np.ndarray) -> None:
     x = np.arange(len(labels), dtype=np.float64)
     assert np.isfinite(line_loss(x, labels))
     assert len(labels) == 0 or line_loss(np.zeros(len(labels)), labels) <= np.log(2) + 0.05

@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 GOLDEN_SHA256 = "2257de38ed9d9d5503800ec2d1d53b267b1f270bcfb8904442eb1a7a8991f066"
 GOLDEN_AUC = 0.7802166016480189
-"""20,000 rows of seed 7. A change of these rows breaks comparisons between versions."""
+"""The digest of 20,000 rows of seed 7. A change of these rows breaks comparisons between versions."""
 
 
 def read(path: Path) -> tuple[Array, Array]:
@@ -38,7 +38,7 @@ def read(path: Path) -> tuple[Array, Array]:
 
 
 def true_probabilities(model: synthetic.ClickModel, path: Path) -> Array:
-    """The probability follows from the text of the file, the reader's rules and the model's weight of each key."""
+    """Return the probabilities, computed from the keys that the reader finds and the model's weight of each key."""
     weight_of: dict[int, int] = {}
     for number, field in enumerate(model.fields, 1):
         for text, weight in zip(field.text.tolist(), field.weight.tolist(), strict=True):
@@ -46,7 +46,7 @@ def true_probabilities(model: synthetic.ClickModel, path: Path) -> Array:
             if number <= 13 and value:
                 value = (integer_category(int(value)) & MASK).to_bytes(8, "little")
             key = hash_bytes(value, field_seed(number))
-            assert weight_of.setdefault(key, weight) == weight  # the weight is a function of the key
+            assert weight_of.setdefault(key, weight) == weight  # equal keys have equal weights
     _, keys = read(path)
     logits = np.array([[weight_of[key] for key in row] for row in keys.tolist()]).sum(axis=1) + model.intercept
     result: Array = 1 / (1 + np.exp(-logits / 256))
@@ -65,7 +65,7 @@ def test_the_truth_is_a_logistic_model_over_the_keys_of_the_reader(
     probabilities = true_probabilities(synthetic.ClickModel(spec), path)
     assert truth.examples == len(labels) == 20_000
     assert truth.clicks == labels.sum()
-    assert truth.best_auc == auc(labels, np.round(probabilities, 12))  # equal logits are equal
+    assert truth.best_auc == auc(labels, np.round(probabilities, 12))  # rounded: equal logits are equal
     assert truth.best_log_loss == pytest.approx(log_loss(labels, probabilities), rel=1e-6)
     # The labels are drawn from these probabilities: their sum is within five deviations.
     deviation = math.sqrt((probabilities * (1 - probabilities)).sum())
@@ -87,7 +87,7 @@ def test_two_files_of_one_model(tmp_path: Path) -> None:
     for clicks in (train_labels, labels):
         assert 0.24 < clicks.mean() < 0.26
     assert not np.array_equal(train_keys[: len(keys)], keys)
-    # The same features are frequent in both, with the same effect: it is one model.
+    # The same features are frequent in both files, because one model generates both.
     for field in range(39):
         common = np.bincount(np.unique(train_keys[:, field], return_inverse=True)[1]).argmax()
         key = np.unique(train_keys[:, field])[common]
@@ -95,7 +95,7 @@ def test_two_files_of_one_model(tmp_path: Path) -> None:
         assert shares[0] == pytest.approx(shares[1], abs=0.015)
 
 
-def test_vocabularies_run_from_tens_to_a_hundred_thousand_and_follow_a_power_law(tmp_path: Path) -> None:
+def test_sizes_of_vocabularies_differ_and_frequencies_follow_a_power_law(tmp_path: Path) -> None:
     write_click_log(tmp_path / "log.tsv", ClickLogSpec(rows=100_000))
     _, keys = read(tmp_path / "log.tsv")
     distinct = [len(np.unique(keys[:, field])) for field in range(39)]
@@ -110,7 +110,7 @@ def test_vocabularies_run_from_tens_to_a_hundred_thousand_and_follow_a_power_law
     assert missing[34] == pytest.approx(0.763, abs=0.01)
 
 
-def test_a_spec_is_the_same_bytes_everywhere(tmp_path: Path) -> None:
+def test_a_spec_gives_the_same_bytes_on_every_machine(tmp_path: Path) -> None:
     path = tmp_path / "log.tsv"
     truth = write_click_log(path, ClickLogSpec(rows=20_000, seed=7))
     assert hashlib.sha256(path.read_bytes()).hexdigest() == GOLDEN_SHA256
@@ -126,7 +126,7 @@ def test_a_longer_log_begins_with_a_shorter_one(tmp_path: Path) -> None:
     assert all(line.count(b"\t") == 39 for line in long.splitlines())
 
 
-def test_another_seed_is_another_model(tmp_path: Path) -> None:
+def test_another_seed_gives_another_model(tmp_path: Path) -> None:
     write_click_log(tmp_path / "a.tsv", ClickLogSpec(rows=2000, seed=1))
     write_click_log(tmp_path / "b.tsv", ClickLogSpec(rows=2000, seed=2))
     a, b = read(tmp_path / "a.tsv")[1], read(tmp_path / "b.tsv")[1]
@@ -138,7 +138,7 @@ def test_the_share_of_clicks_can_be_chosen(tmp_path: Path) -> None:
     assert 0.045 < truth.clicks / truth.examples < 0.055
 
 
-def test_one_row_has_no_auc(tmp_path: Path) -> None:
+def test_the_auc_of_one_row_is_undefined(tmp_path: Path) -> None:
     truth = write_click_log(tmp_path / "log.tsv", ClickLogSpec(rows=1))
     assert math.isnan(truth.best_auc)
     assert truth.best_log_loss > 0

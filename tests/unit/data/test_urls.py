@@ -1,4 +1,4 @@
-"""Data at URLs, by fsspec's file system in memory."""
+"""Data at URLs, in fsspec's file system in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bucket() -> Iterator[str]:
     yield "memory://bucket"
     system.rm("/bucket", recursive=True)
     fsspec.get_filesystem_class("simplecache").clear_instance_cache()
-    gc.collect()  # its copies are removed with it
+    gc.collect()  # the local copies are removed with the file system object
 
 
 def store(url: str, data: bytes) -> str:

@@ -219,13 +219,16 @@ def text_of_numbers(numbers: list[str]) -> list[str]:
     return expected
 
 
-def test_a_number_is_one_category_however_it_is_written() -> None:
+def test_a_number_is_the_same_category_in_any_notation() -> None:
     assert text_of_numbers(["1000", "1000.0", "1e3", "1E+3", "10.00e2", "0.01e5"]) == ["1000"] * 6
     assert text_of_numbers(["0.5", "0.50", "5e-1", "-50E-2", "0.0", "-0e9"]) == ["0.5"] * 3 + ["-0.5", "0", "0"]
     assert text_of_numbers(["1e-6", "1e-7", "12.5e-9", "1e18", "1.5e20"]) == [
         *("0.000001", "1e-7", "1.25e-8", "1e+18", "1.5e+20")
     ]
-    assert text_of_numbers(["12345678901234567890", "-7"]) == ["12345678901234567890", "-7"]  # the original texts
+    assert text_of_numbers(["12345678901234567890", "-7"]) == [
+        "12345678901234567890",
+        "-7",
+    ]  # unchanged
 
 
 @num_examples(100)
@@ -267,8 +270,8 @@ def test_the_json_kernel_equals_the_reference(objects: list[dict[str, Any]], asc
 
 
 @pytest.mark.parametrize("format", ["vw", "jsonl"])
-def test_hostile_bytes_lead_nowhere(format: str) -> None:
-    """Every line is a row, malformed or blank, in the kernel as in the reference."""
+def test_kernel_and_reference_agree_on_hostile_bytes(format: str) -> None:
+    """The kernel and the reference agree whether a line is a row, malformed or blank."""
     parser = vw_parser(needs_label=False) if format == "vw" else json_parser(COLUMNS, needs_label=False)
     seed = (
         b"1 0.5 'tag|ns:2 a:1 b |c d" if format == "vw" else
@@ -370,7 +373,7 @@ def test_fields_of_json_are_described(tmp_path: Path) -> None:
     ]
 
 
-def test_identifiers_and_codes_are_no_numbers(tmp_path: Path) -> None:
+def test_fields_of_identifiers_are_not_numeric(tmp_path: Path) -> None:
     path = tmp_path / "x"
     rows = ({"y": i % 2, "u": {"id": (i * 2654435761) % 10**10}, "n": i % 60 + i % 7, "ids": [i]} for i in range(500))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -397,7 +400,7 @@ def test_a_missing_label_is_a_separate_reason() -> None:
     assert bad == [MISSING_LABEL]
 
 
-def test_one_walk_finds_the_columns_of_json(
+def test_the_columns_of_json_are_found_in_at_most_two_walks_per_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_walks = 0

@@ -1,4 +1,4 @@
-"""Chains: a message after several filters, and invalid messages of a peer."""
+"""Chains: messages that pass several filters, and invalid messages of a peer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def keys_of(numbers: list[int], *, rising: bool) -> np.ndarray[Any, Any]:
 
 
 def read_of(chain: FilterChain, values: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
-    """Return values as the other end will have them."""
+    """Return the values as the other end decodes them."""
     data, out = np.empty(num_bytes_of(chain.values, len(values)), np.uint8), np.empty_like(values)
     write_values(chain.values, values, seed, data)
     read_values(chain.values, data, out)
@@ -70,7 +70,7 @@ def read_of(chain: FilterChain, values: np.ndarray[Any, Any], seed: int) -> np.n
     dim=st.sampled_from([0, 1, 3]),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_messages_come_back(chain: FilterChain, numbers: list[int], dim: int, seed: int) -> None:
+def test_decoded_messages_equal_the_sent_messages(chain: FilterChain, numbers: list[int], dim: int, seed: int) -> None:
     keys = keys_of(numbers, rising=chain.sorts)
     values = np.random.default_rng(seed).standard_normal(dim * len(keys)).astype(np.float32)
     sender, receiver = chain.memory(sends=True), chain.memory(sends=False)
@@ -91,7 +91,7 @@ def test_messages_come_back(chain: FilterChain, numbers: list[int], dim: int, se
     np.testing.assert_array_equal(out, read_of(chain, values, seed))
 
 
-def test_ranges_keep_the_bounds() -> None:
+def test_the_bounds_of_ranges_are_sent_unchanged() -> None:
     chain = FilterChain([DeltaKeys(), Quantize(8), Compress()])
     body = chain.encode(np.array([5, 2], np.uint64), np.ones(7, np.float32), 0, None, is_range=True)
     found = chain.decode(body, None, MOST)
@@ -100,7 +100,7 @@ def test_ranges_keep_the_bounds() -> None:
     np.testing.assert_allclose(found.values, 1, rtol=1e-6)
 
 
-def test_a_dropped_list_is_requested() -> None:
+def test_a_receiver_without_the_list_of_keys_reports_it() -> None:
     chain = FilterChain([KeyCaching()])
     sender, receiver = chain.memory(sends=True), chain.memory(sends=False)
     assert receiver is not None
@@ -116,7 +116,7 @@ def test_a_dropped_list_is_requested() -> None:
 
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
 @given(data=st.data())
-def test_whatever_a_peer_sends_is_refused_or_read(chain: FilterChain, data: st.DataObject) -> None:
+def test_any_bytes_of_a_peer_are_rejected_or_decoded(chain: FilterChain, data: st.DataObject) -> None:
     keys = np.arange(20, dtype=np.uint64)
     memory = chain.memory(sends=False)
     body = bytearray(chain.encode(keys, np.ones(20, np.float32), 1, chain.memory(sends=True)))
@@ -152,7 +152,7 @@ def test_numbers_are_equal_at_both_ends() -> None:
         chain.decode(new, receiver, MOST)
 
 
-def test_no_more_memory_is_taken_than_allowed() -> None:
+def test_a_message_that_needs_too_much_memory_is_rejected() -> None:
     chain = FilterChain([Compress()])
     body = chain.encode(np.arange(1000, dtype=np.uint64), np.ones(1000, np.float32), 0, None)
     with pytest.raises(ProtocolError, match="1000 keys in 8000 bytes"):
@@ -194,7 +194,7 @@ def test_invalid_user_filters_are_rejected(monkeypatch: pytest.MonkeyPatch) -> N
     assert modules_of([KeyCaching(), Halves()]) == [__name__]
 
 
-def test_chains_have_a_text() -> None:
+def test_the_text_of_a_chain_can_be_parsed() -> None:
     chain = FilterChain([TopK(0.5), RandomSkip(0.5), KeyCaching(), Quantize(2), Compress()])
     assert str(chain) == "top-k:0.5,random-skip:0.5,key-caching:64,quantize:2,compress:1"
     assert str(parse_filters(str(chain))) == str(chain)
@@ -203,7 +203,7 @@ def test_chains_have_a_text() -> None:
 
 
 @pytest.mark.parametrize(("bits", "pulled"), [(8, 8), (4, 4), (2, 4), (1, 4)])
-def test_pulls_keep_four_bits_by_default(bits: int, pulled: int) -> None:
+def test_pulled_values_have_at_least_four_bits_by_default(bits: int, pulled: int) -> None:
     """Pulled values have no error feedback, so fewer bits would give a noisy model."""
     requests = [KeyCaching(), Quantize(bits=bits)]
     assert str(TableFilters(requests).answers) == f"quantize:{pulled}"
@@ -211,7 +211,7 @@ def test_pulls_keep_four_bits_by_default(bits: int, pulled: int) -> None:
 
 
 def own(kind: Any, **members: Any) -> Any:
-    """Return a user's filter `own` with these members; all others change nothing."""
+    """Return a user's filter `own` with these members; its other members change no values."""
     defaults: dict[type[Filter], dict[str, Any]] = {
         ValueFilter: {
             "num_bytes": lambda self, count: 4 * count,

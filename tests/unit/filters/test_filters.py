@@ -67,7 +67,7 @@ def bound(chosen: ValueFilter, values: np.ndarray[Any, Any]) -> Any:
 
 @pytest.mark.parametrize("chosen", VALUE_FILTERS, ids=str)
 @given(values=st.lists(floats32, min_size=1, max_size=600), seed=st.integers(0, 2**64 - 1))
-def test_values_come_back_within_the_bound(chosen: ValueFilter, values: list[float], seed: int) -> None:
+def test_the_error_of_decoded_values_is_within_the_bound(chosen: ValueFilter, values: list[float], seed: int) -> None:
     given_values = np.array(values, np.float32)
     if isinstance(chosen, Float16):
         given_values = np.clip(given_values, -65504, 65504)
@@ -82,11 +82,11 @@ def test_values_come_back_within_the_bound(chosen: ValueFilter, values: list[flo
 @pytest.mark.parametrize(
     "chosen", [value_filter for value_filter in VALUE_FILTERS if value_filter.preserves == "unbiased"], ids=str
 )
-def test_random_rounding_is_right_on_average(chosen: ValueFilter) -> None:
+def test_random_rounding_is_unbiased(chosen: ValueFilter) -> None:
     random = np.random.default_rng(7)
     values, count = random.standard_normal(300).astype(np.float32), 2000
     found = np.array([through(chosen, values, seed_of(7, seed)) for seed in range(count)], np.float64)
-    deviation = bound(chosen, values) / 2 / np.sqrt(count)  # of a mean; a single deviation is at most half a step
+    deviation = bound(chosen, values) / 2 / np.sqrt(count)  # of the mean, if one deviation is at most half a step
     assert (np.abs(found.mean(axis=0) - values) < 5 * deviation).all()
     assert (through(chosen, values, 1) == through(chosen, values, 1)).all()
 
@@ -99,11 +99,14 @@ def test_values_take_the_declared_number_of_bytes(chosen: ValueFilter, bits: int
     assert chosen.num_bytes(0) == 0
 
 
-@pytest.mark.parametrize("seed", [5, None], ids=["by chance", "to the nearest"])
+@pytest.mark.parametrize("seed", [5, None], ids=["random rounding", "nearest rounding"])
 @pytest.mark.parametrize("chosen", VALUE_FILTERS, ids=str)
 def test_non_finite_values_stay_non_finite(chosen: ValueFilter, seed: int | None) -> None:
     values = np.array([1.0, np.nan, -np.inf, np.inf, 3.4e38, 0, 0], np.float32)
-    values.view(np.uint32)[5:] = 0x7F800001, 0xFF80FFFF  # NaNs that differ from infinities in the lower half only
+    values.view(np.uint32)[5:] = (
+        0x7F800001,
+        0xFF80FFFF,
+    )  # these NaNs have the upper half of infinity
     data, found = np.empty(chosen.num_bytes(len(values)), np.uint8), np.empty_like(values)
     chosen.encode(values, seed, data)
     chosen.decode(data, found)
@@ -117,7 +120,7 @@ def test_non_finite_values_stay_non_finite(chosen: ValueFilter, seed: int | None
 
 @pytest.mark.parametrize("chosen", [row_filter for row_filter in ROW_FILTERS if row_filter.keeps_residual], ids=str)
 @pytest.mark.parametrize("dim", [1, 3])
-def test_held_back_rows_are_sent_later(chosen: RowFilter, dim: int) -> None:
+def test_withheld_rows_are_sent_later(chosen: RowFilter, dim: int) -> None:
     random = np.random.default_rng(3)
     selection = RowSelection(chosen, dim)
     pushed, sent = np.zeros((1000, dim), np.float64), np.zeros((1000, dim), np.float64)
@@ -141,7 +144,7 @@ def test_held_back_rows_are_sent_later(chosen: RowFilter, dim: int) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_non_finite_rows_are_sent_immediately_and_not_stored(chosen: RowFilter, value: float) -> None:
     selection = RowSelection(chosen, 2)
-    for clock in range(20):  # chance takes a quarter of the rows
+    for clock in range(20):  # random skipping sends a quarter of the rows
         values = np.full((8, 2), 0.5, np.float32)
         values[[3, 5], 1] = value
         keys, rows = selection.choose(KEYS[:8], values.reshape(-1), clock, seed_of(clock))
@@ -167,14 +170,14 @@ def test_rows_overflowing_with_the_residual_are_sent() -> None:
     assert selection.held_back(KEYS[:1]).tolist() == [[0.0]]
 
 
-def test_top_k_takes_the_largest() -> None:
+def test_top_k_chooses_the_largest_values() -> None:
     _, rows = RowSelection(TopK(0.3), 1).choose(KEYS[:10], np.arange(10, dtype=np.float32) - 5, 0, 0)
     assert sorted(rows.tolist()) == [-5, -4, 4]
     assert len(RowSelection(TopK(0.01), 1).choose(KEYS[:3], np.ones(3, np.float32), 0, 0)[0]) == 1
     assert len(RowSelection(TopK(0.5), 1).choose(KEYS[:0], np.ones(0, np.float32), 0, 0)[0]) == 0
 
 
-def test_random_skipping_is_right_on_average() -> None:
+def test_random_skipping_is_unbiased() -> None:
     values, sums = np.ones(1000, np.float32), np.zeros(1000)
     selection = RowSelection(RandomSkip(0.25), 1)
     for seed in range(400):
@@ -184,7 +187,7 @@ def test_random_skipping_is_right_on_average() -> None:
     assert np.abs(sums / 400 - 1).max() < 5 * np.sqrt(3 / 400)
 
 
-def test_rows_at_0_are_sent_when_a_change_is_possible() -> None:
+def test_rows_at_0_are_sent_if_their_weights_may_change() -> None:
     selection = RowSelection(KKT(margin=0.25), 2)
     rows = np.array([[0.5, 0.1], [0.1, -0.8], [0.1, 0.1]], np.float32)
 
@@ -195,7 +198,11 @@ def test_rows_at_0_are_sent_when_a_change_is_possible() -> None:
     assert len(sent(rows)) == 3  # their weights are unknown
     selection.note_pulled(np.arange(3, dtype=np.uint64), np.array([0, 0, 0, 0, 0, 0.5], np.float32))
     assert sorted(sent(rows)) == [1, 2]
-    assert sorted(sent(rows)) == [0, 1, 2]  # the first row with its residual; the second row was sent after the pull
+    assert sorted(sent(rows)) == [
+        0,
+        1,
+        2,
+    ]  # row 0: its residual; row 1: not pulled since its push
     assert (selection.held_back(np.arange(3, dtype=np.uint64)) == 0).all()
     selection.note_pulled(np.arange(2, dtype=np.uint64), np.zeros(4, np.float32))
     assert sorted(sent(rows / 10)) == [2]
@@ -205,7 +212,7 @@ def test_rows_at_0_are_sent_when_a_change_is_possible() -> None:
     np.testing.assert_allclose(found[0], rows[0] / 5, rtol=1e-5)
 
 
-def test_the_threshold_falls() -> None:
+def test_the_threshold_falls_with_the_clock() -> None:
     selection = RowSelection(Significant(1.0), 1)
     values = np.full(3, 0.3, np.float32)
     assert len(selection.choose(KEYS[:3], values, 0, 0)[0]) == 0
@@ -216,7 +223,7 @@ def test_the_threshold_falls() -> None:
 
 @pytest.mark.parametrize("chosen", BYTE_FILTERS, ids=str)
 @given(data=st.binary(max_size=2000))
-def test_bytes_are_packed_and_come_back(data: bytes, chosen: ByteFilter) -> None:
+def test_decompressed_bytes_equal_the_original_bytes(data: bytes, chosen: ByteFilter) -> None:
     given_bytes = np.frombuffer(data, np.uint8)
     packed = chosen.pack(given_bytes)
     assert chosen.unpack(packed, len(data)).tobytes() == data
@@ -227,7 +234,7 @@ def test_bytes_are_packed_and_come_back(data: bytes, chosen: ByteFilter) -> None
 
 
 @pytest.mark.parametrize("chosen", BYTE_FILTERS, ids=str)
-def test_long_messages_are_packed_and_come_back(chosen: ByteFilter) -> None:
+def test_decompressed_long_messages_equal_the_original_messages(chosen: ByteFilter) -> None:
     random = np.random.default_rng(7)
     data = np.concatenate([random.integers(0, 256, 300_000), np.zeros(1 << 20)]).astype(np.uint8)
     packed = chosen.pack(data)
@@ -239,7 +246,7 @@ def test_long_messages_are_packed_and_come_back(chosen: ByteFilter) -> None:
 
 
 @pytest.mark.parametrize("chosen", BYTE_FILTERS, ids=str)
-def test_oversized_packed_data_takes_no_memory(chosen: ByteFilter) -> None:
+def test_compressed_data_of_excessive_size_is_not_decompressed(chosen: ByteFilter) -> None:
     bomb = chosen.pack(np.zeros(1 << 26, np.uint8))
     tracemalloc.start()
     try:
@@ -261,7 +268,7 @@ def test_zstd_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None
             make()
 
 
-def test_both_ends_forget_the_same_lists() -> None:
+def test_both_ends_evict_the_same_lists() -> None:
     sender, receiver = KeyLists(80), KeyLists(80)
     for number, size in enumerate((4, 4, 1, 5)):
         for lists in (sender, receiver):
@@ -285,7 +292,7 @@ def test_both_ends_forget_the_same_lists() -> None:
         (" key-caching ", KeyCaching()),
     ],
 )
-def test_filters_have_a_text(text: str, expected: Filter) -> None:
+def test_the_text_of_a_filter_can_be_parsed(text: str, expected: Filter) -> None:
     assert parse_filter(text) == expected
     assert parse_filter(str(expected)) == expected
     assert from_description(expected.describe()) == expected
@@ -325,7 +332,7 @@ def test_both_ends_must_have_the_same_version() -> None:
         from_description({**fields, "bits": [8]})
 
 
-def test_every_filter_describes_itself() -> None:
+def test_every_filter_declares_its_properties() -> None:
     for name, kind in FILTERS.items():
         assert kind.name == name
         assert kind.preserves in ("exact", "unbiased", "bounded", "nothing")

@@ -16,7 +16,7 @@ RATES = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "quantize:8": 1 / 100, "quant
 
 
 def drive(averagings: Sequence[Averaging]) -> tuple[list[np.ndarray[Any, Any]], int]:
-    """Simulate the network of some ranks: return the means of all ranks, and the bytes sent by the first rank."""
+    """Simulate a network of ranks: return the means of all ranks, and the number of bytes that the first rank sends."""
     received: list[Any] = [None] * len(averagings)
     num_bytes = 0
     while True:
@@ -54,7 +54,7 @@ def means_of(text: str, size: int, count: int) -> list[GradientMean]:
         *("random-k:0.3,float16", "random-k:0.3,quantize:4", "random-k:0.01,quantize:1"),
     ],
 )
-def test_all_ranks_compute_equal_complete_sums(text: str, count: int, size: int) -> None:
+def test_all_ranks_compute_equal_means_and_lose_no_part(text: str, count: int, size: int) -> None:
     random = np.random.default_rng(3)
     means = means_of(text, size, count)
     total, sent = np.zeros(count), np.zeros(count)
@@ -67,7 +67,7 @@ def test_all_ranks_compute_equal_complete_sums(text: str, count: int, size: int)
             assert np.abs(found[0] - grads.mean(axis=0)).max() < 4 * RATES[text] * np.abs(grads).max()
         total += grads.astype(np.float64).mean(axis=0)
         sent += found[0]
-    # The removed part is stored: each rank stores the part of its own gradients, and one rank the part of the mean.
+    # Each rank stores the removed part of its gradients, and one rank stores the removed part of the mean.
     held = np.mean([mean.residual for mean in means], axis=0)
     if not text.startswith("top-k"):
         held += np.concatenate([mean.mean_residual for mean in means])
@@ -77,7 +77,7 @@ def test_all_ranks_compute_equal_complete_sums(text: str, count: int, size: int)
     np.testing.assert_allclose(sent + np.mean([mean.residual for mean in means], axis=0), total, atol=2e-4)
 
 
-def test_fewer_bytes_go_out() -> None:
+def test_filters_reduce_the_sent_bytes() -> None:
     count, size = 1 << 16, 4
     plain = 2 * 4 * count * (size - 1) // size
     expected = {"float16": 1.99, "quantize:8": 3.9, "quantize:4": 7.5, "quantize:1": 25, "random-k:0.1": 9}
@@ -123,7 +123,7 @@ def test_descent_reaches_the_unfiltered_optimum(text: str) -> None:
     ],
 )
 def test_all_ranks_see_non_finite_values_and_no_rank_stores_the_values(text: str, value: float) -> None:
-    """A non-finite value shows that the loss was scaled too far, whichever values the filter chooses."""
+    """A non-finite value means that the loss scale is too large, so each rank must receive it with any filter."""
     means = means_of(text, 2, 600)
     grads = np.ones(600, np.float32)
     broken = grads.copy()
@@ -139,7 +139,7 @@ def test_all_ranks_see_non_finite_values_and_no_rank_stores_the_values(text: str
     assert np.isfinite(found[0]).all()
 
 
-def test_one_rank_keeps_the_values() -> None:
+def test_a_single_rank_changes_no_values() -> None:
     grads = np.random.default_rng(1).standard_normal(100).astype(np.float32)
     found, num_bytes = drive([means_of("quantize:1", 1, 100)[0].average(grads)])
     assert num_bytes == 0

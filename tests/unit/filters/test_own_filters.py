@@ -98,7 +98,7 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_modules_without_filters_are_refused(
+def test_modules_without_filters_are_rejected(
     text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

@@ -1,4 +1,4 @@
-"""Models with chosen weights, saved as a training saves them, and small files that match them."""
+"""Saved models with chosen weights, in the form of trained models, and small files with matching data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline model export --to onnx``: the results of other programs with the network."""
+"""``paceline model export --to onnx``: other programs compute the same results with the exported network."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_model_without_a_network(tmp_path: Path) -> None:
 
 
 def test_factors_without_a_gradient_are_exported(tmp_path: Path) -> None:
-    """Predictions use the initial factors of a frequent feature that no push has reached; so does the export."""
+    """A frequent feature without a pushed gradient has its initial factors, in predictions and in the export."""
     model = make_model("fm", dim=2, factor_min_count=5)
     assert isinstance(model, FactorModel)
     rows = {
@@ -106,7 +106,7 @@ def test_factors_without_a_gradient_are_exported(tmp_path: Path) -> None:
     save_model(tmp_path / "fm", tables, {**model.describe(), "finished": True, "format": "libsvm", "columns": None})
     export_model(tmp_path / "fm", tmp_path / "weights.npz")
     arrays = np.load(tmp_path / "weights.npz")
-    assert arrays["fm factors.keys"].tolist() == [1, 2]  # 3 is too rare, and 4 has no weight
+    assert arrays["fm factors.keys"].tolist() == [1, 2]  # feature 3 is too rare, and feature 4 has weight 0
     pair = float(arrays["fm factors.values"][0] @ arrays["fm factors.values"][1])
     (found,) = load(tmp_path / "fm").predict([{1: 1.0, 2: 1.0, 3: 1.0}])
     assert pair != 0

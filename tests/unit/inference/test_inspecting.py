@@ -1,4 +1,4 @@
-"""The description of a saved model: its figures match the weights, in text, JSON and HTML."""
+"""The description of a saved model in text, JSON and HTML: its numbers match the weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
     return capsys.readouterr().out
 
 
-def test_figures_of_a_model(tmp_path: Path) -> None:
+def test_numbers_in_the_description_of_a_model(tmp_path: Path) -> None:
     summary = inspect_model(save_weights(tmp_path / "m", WEIGHTS, bias=0.25), top=2)
     (table,) = summary.tables
     assert (summary.kind, summary.finished, summary.description["format"]) == ("lr", True, "libsvm")
@@ -56,7 +56,7 @@ def test_figures_of_a_model(tmp_path: Path) -> None:
     assert (table.histogram.edges[0], table.histogram.edges[-1]) == (-2.0, 1.5)
 
 
-def test_a_model_of_which_all_weights_are_zero(tmp_path: Path) -> None:
+def test_a_model_whose_weights_are_all_zero(tmp_path: Path) -> None:
     (table,) = inspect_model(save_weights(tmp_path / "m", {1: 0.0})).tables
     assert (table.nonzero, table.largest_weights, table.histogram.counts) == (0, [], [])
 
@@ -89,7 +89,7 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append(tag)
-        assert not {"src", "href"} & {name for name, _ in attrs}, "the page needs nothing else"
+        assert not {"src", "href"} & {name for name, _ in attrs}, "the page must not load other files"
 
 
 def test_inspect_command(
@@ -118,7 +118,7 @@ def test_plots(
     for data in ([], ["--data", str(libsvm)]):
         run(capsys, monkeypatch, "inspect", str(libsvm_model), "--png", str(file), *data)
         pixels = image.imread(file)
-        assert len(np.unique(pixels)) > 2  # something is drawn
+        assert len(np.unique(pixels)) > 2  # the plot is not empty
         sizes.append(pixels.shape[1])
     assert sizes[1] == 2 * sizes[0]
     with pytest.raises(ModelError, match="cannot write the plots to"):

@@ -25,7 +25,7 @@ RULE = FTRL(alpha=0.3, beta=2.0, l1=0.5, l2=0.25)
 
 
 def trained(folder: Path, seed: int, described: dict[str, Any], rule: UpdateRule = RULE) -> Path:
-    """Save a model of a table that was pushed to."""
+    """Save a model whose table has received pushes."""
     random = np.random.default_rng(seed)
     spec = TableSpec(
         name=described["kind"], kind="sparse", dim=1, update=to_fields(rule), initializer=to_fields(Zeros()), seed=0
@@ -40,7 +40,7 @@ def trained(folder: Path, seed: int, described: dict[str, Any], rule: UpdateRule
     return folder
 
 
-def test_margins_are_the_mean_of_margins(tmp_path: Path) -> None:
+def test_a_margin_of_the_merged_model_is_the_mean_of_the_margins(tmp_path: Path) -> None:
     models = [trained(tmp_path / str(at), at, SparseLogisticRegression(offset=at / 2).describe()) for at in range(3)]
     rows = np.random.default_rng(9).integers(0, 3, (50, 40)).astype(np.float32)
     margins = np.array([np.log(p / (1 - p)) for p in (load(model).predict(rows) for model in models)])
@@ -50,7 +50,7 @@ def test_margins_are_the_mean_of_margins(tmp_path: Path) -> None:
         np.testing.assert_allclose(np.log(found / (1 - found)), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_quantities_are_the_mean_of_quantities(tmp_path: Path) -> None:
+def test_a_predicted_quantity_is_the_mean_of_the_quantities(tmp_path: Path) -> None:
     models = [
         trained(tmp_path / str(at), at, LeastSquares(center=5.0 * at, scale=1.0 + at).describe()) for at in range(2)
     ]
@@ -60,8 +60,8 @@ def test_quantities_are_the_mean_of_quantities(tmp_path: Path) -> None:
     np.testing.assert_allclose(load(tmp_path / "all").predict(rows), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_training_goes_on_from_the_mean(tmp_path: Path) -> None:
-    """A push without a gradient leaves the weights unchanged: z and n match them. Squares are those of all data."""
+def test_training_continues_from_the_merged_model(tmp_path: Path) -> None:
+    """A push of a zero gradient changes no weight, because z and n match the weights. The n of all models are added."""
     models = [trained(tmp_path / str(at), at, SparseLogisticRegression().describe()) for at in range(2)]
     merge_models(models, tmp_path / "all")
     stored = read_stored_model(tmp_path / "all")

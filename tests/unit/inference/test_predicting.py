@@ -101,7 +101,7 @@ class TestColumns:
             ),
         ],
     )
-    def test_unfit_columns_are_refused(self, csv_model: Path, change: dict[str, Any], message: str) -> None:
+    def test_unsuitable_columns_are_rejected(self, csv_model: Path, change: dict[str, Any], message: str) -> None:
         columns = {name: column for name, column in {**COLUMNS, **change}.items() if column is not None}
         with pytest.raises(UsageError) as raised:
             paceline.load(csv_model).predict(columns)
@@ -113,12 +113,12 @@ class TestColumns:
         with pytest.raises(UsageError, match="row 2 has no 'age': expected site, device, age"):
             paceline.load(csv_model).predict(rows)
 
-    def test_a_column_of_which_nothing_is_known_is_reported(self, csv_model: Path) -> None:
+    def test_a_column_with_only_unknown_values_is_reported(self, csv_model: Path) -> None:
         strange = {"site": ["News"] * 300, "age": [1.0] * 300, "device": ["phone"] * 300}
         with pytest.warns(UserWarning, match="none of the first 256 values of column 'site', such as 'News'"):
             paceline.load(csv_model).predict(strange)
 
-    def test_two_columns_of_a_name_are_refused(self, csv_model: Path) -> None:
+    def test_two_columns_with_the_same_name_are_rejected(self, csv_model: Path) -> None:
         table = pytest.importorskip("pyarrow").table(
             [["news"], [2.0], ["phone"], [1.0]], ["site", "age", "device", "age"]
         )
@@ -129,7 +129,7 @@ class TestColumns:
         for model in map(paceline.load, (csv_model, libsvm_model)):
             assert model.predict([]).shape == model.predict(()).shape == (0,)
 
-    def test_blanks_around_names_and_values_do_not_count(self, csv_model: Path, csv: Path) -> None:
+    def test_blanks_around_names_and_values_are_ignored(self, csv_model: Path, csv: Path) -> None:
         sites = [None if site is None else f" {site} " for site in COLUMNS["site"]]
         padded = {" site": sites, "age ": COLUMNS["age"], "device": COLUMNS["device"]}
         np.testing.assert_array_equal(paceline.load(csv_model).predict(padded), paceline.load(csv_model).predict(csv))
@@ -146,7 +146,7 @@ class TestColumns:
         with pytest.raises(UsageError, match="column 'note' is text, but int64 here"):
             model.predict({**frame, "note": [1, 2, 3]})
 
-    def test_arrays_have_no_names(self, csv_model: Path) -> None:
+    def test_arrays_are_rejected_by_models_with_named_columns(self, csv_model: Path) -> None:
         with pytest.raises(UsageError, match="no column names, but the model was trained on csv"):
             paceline.load(csv_model).predict(DENSE)
 
@@ -179,7 +179,7 @@ class TestNumberedFeatures:
         twice = sparse.csr_array((np.full(8, 0.5), np.array([1, 1] * 4), np.array([0, 8])), shape=(1, 6))
         np.testing.assert_array_equal(model.predict(twice), model.predict([[0, 4, 0, 0, 0, 0]]))
 
-    def test_many_rows_are_taken_in_pieces(self, libsvm_model: Path) -> None:
+    def test_many_rows_are_predicted_in_several_batches(self, libsvm_model: Path) -> None:
         model = paceline.load(libsvm_model)
         many = model.predict(np.tile(DENSE, (5000, 1)))
         np.testing.assert_array_equal(many, np.tile(model.predict(DENSE), 5000))
@@ -209,7 +209,7 @@ class TestNumberedFeatures:
             ([{1: np.inf}], "X has inf in row 0, column 1"),
         ],
     )
-    def test_unfit_arrays_are_refused(self, libsvm_model: Path, X: Any, message: str) -> None:
+    def test_unsuitable_arrays_are_rejected(self, libsvm_model: Path, X: Any, message: str) -> None:
         with pytest.raises(UsageError) as raised:
             paceline.load(libsvm_model).predict(X)
         assert message in str(raised.value)

@@ -18,17 +18,17 @@ from paceline.kernels.checksum import xxh64
     ],
 )
 def test_the_reference_is_xxh64(data: bytes, expected: int) -> None:
-    """Known answers of the specification's implementation."""
+    """Digests that the reference implementation of XXH64 computes."""
     assert reference_xxh64(data) == expected
 
 
 @pytest.mark.parametrize("num_words", [4, 8, 64, 1000])
-def test_the_kernel_is_the_reference(num_words: int) -> None:
+def test_the_kernel_equals_the_reference(num_words: int) -> None:
     words = np.random.default_rng(num_words).integers(0, 2**64, num_words, dtype=np.uint64)
     assert int(xxh64(words)) == reference_xxh64(words.tobytes())
 
 
-def test_every_bit_counts() -> None:
+def test_every_changed_bit_changes_the_digest() -> None:
     words = np.zeros(8, np.uint64)
     seen = {int(xxh64(words))}
     for at in range(8):

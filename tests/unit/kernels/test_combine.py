@@ -1,4 +1,4 @@
-"""Reductions of raw memory against their twin in NumPy, and the 16-bit floats against torch."""
+"""Reductions of raw memory equal a NumPy version (the twin), and 16-bit floats equal the results of torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def edges(dtype: str) -> Array:
 
 
 def make_sources(dtype: str, num_sources: int, count: int, seed: str = "") -> list[Array]:
-    """Sources that are a third edges, a third ordinary values and a third random bits, at odd places in memory."""
+    """Return sources at unaligned addresses: a third extreme values, a third ordinary values, a third random bits."""
     generator = np.random.default_rng(zlib.crc32(f"{dtype} {num_sources} {count} {seed}".encode()))
     kind, sources = numpy_dtype(dtype), []
     for k in range(num_sources):
@@ -97,7 +97,7 @@ def is_nan(dtype: str, values: Array) -> npt.NDArray[np.bool_]:
 
 
 def assert_same(dtype: str, found: Array, expected: Array) -> None:
-    """Check for equal bits, but any NaN for a NaN."""
+    """Check that the bits are equal; all NaNs count as equal."""
     nan = is_nan(dtype, expected)
     np.testing.assert_array_equal(is_nan(dtype, found), nan)
     bits = f"u{numpy_dtype(dtype).itemsize}"
@@ -134,18 +134,18 @@ def test_bitwise_operation_on_floats_writes_nothing(dtype: str) -> None:
     assert (target.view(np.uint8) == GUARD).all()
 
 
-def test_sum_is_in_the_order_of_the_sources() -> None:
+def test_sums_are_computed_in_the_order_of_the_sources() -> None:
     large, one = np.full(100, 2.0**24, np.float32), np.ones(100, np.float32)
     assert (combined("float32", SUM, [one, one, large]) == 2.0**24 + 2).all()
     assert (combined("float32", SUM, [large, one, one]) == 2.0**24).all()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_halves_are_rounded_once(dtype: str) -> None:
+def test_16_bit_sums_are_rounded_once(dtype: str) -> None:
     one, small = (0x3C00, 0x0C00) if dtype == "float16" else (0x3F80, 0x3B00)  # a quarter of an ulp of 1
     sources = [np.full(70, bits, np.uint16).view(numpy_dtype(dtype)) for bits in (one, small, small, small)]
     assert_same(dtype, combined(dtype, SUM, sources), reference(dtype, SUM, sources, 1.0))
-    assert (combined(dtype, SUM, sources).view(np.uint16) == one + 1).all()  # each value alone would be lost
+    assert (combined(dtype, SUM, sources).view(np.uint16) == one + 1).all()  # not rounded after each addition
 
 
 @pytest.mark.parametrize("op", [MIN, MAX])
@@ -154,7 +154,7 @@ def test_bool_min_and_max_of_all_pairs(op: int) -> None:
     assert combined("bool", op, [a, b]).tolist() == (a & b if op == MIN else a | b).tolist()
 
 
-def test_bool_sum_is_or_and_product_is_and() -> None:
+def test_a_sum_of_bools_is_or_and_a_product_is_and() -> None:
     a, b = np.array([False, False, True, True]), np.array([False, True, False, True])
     assert combined("bool", SUM, [a, b]).tolist() == [False, True, True, True]
     assert combined("bool", PRODUCT, [a, b]).tolist() == [False, False, False, True]
@@ -162,7 +162,7 @@ def test_bool_sum_is_or_and_product_is_and() -> None:
 
 @pytest.fixture(scope="module", params=["float16", "float16 without F16C", "bfloat16"])
 def half(request: pytest.FixtureRequest) -> tuple[str, int]:
-    """A 16-bit dtype and its function, float16 with either conversion."""
+    """Return a 16-bit dtype and its function. float16 has one function with F16C instructions and one without."""
     dtype, *without = request.param.split(maxsplit=1)
     with pytest.MonkeyPatch.context() as monkeypatch:
         if without:
@@ -170,21 +170,21 @@ def half(request: pytest.FixtureRequest) -> tuple[str, int]:
         return dtype, combine._compiled.__wrapped__(dtype)
 
 
-def test_every_half_survives_conversion(half: tuple[str, int]) -> None:
+def test_every_16_bit_value_is_converted_exactly(half: tuple[str, int]) -> None:
     dtype, address = half
     values = ALL_BITS.view(numpy_dtype(dtype))
-    nothing = np.full(1 << 16, 0x8000, np.uint16).view(values.dtype)  # -0: x + -0 is x for both zeros too
+    nothing = np.full(1 << 16, 0x8000, np.uint16).view(values.dtype)  # -0, because x + -0 is x for all x
     target = np.empty_like(values)
     run(address, target, [values, nothing], SUM)
     assert_same(dtype, target, values)
 
 
 @pytest.mark.parametrize("scale", [1 / 3, 3.0, 2.0**-12, 2.0**-13 * 1.1, 2.0**-24, 2.0**-130, 2.0**12, 1e30, np.inf])
-def test_every_half_is_rounded_to_nearest_even(half: tuple[str, int], scale: float) -> None:
+def test_every_16_bit_value_is_rounded_to_nearest_even(half: tuple[str, int], scale: float) -> None:
     dtype, address = half
     values = ALL_BITS.view(numpy_dtype(dtype))
     target = np.empty_like(values)
-    for size in (len(values), 63):  # in complete steps, and element by element
+    for size in (len(values), 63):  # a multiple of the vector width, and a remainder
         target[:] = 0
         for start in range(0, len(values), size):
             run(address, target[start : start + size], [values[start : start + size]], SUM, scale)
@@ -192,7 +192,7 @@ def test_every_half_is_rounded_to_nearest_even(half: tuple[str, int], scale: flo
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_halves_are_as_in_torch(dtype: str) -> None:
+def test_16_bit_sums_equal_the_sums_of_torch(dtype: str) -> None:
     torch = pytest.importorskip("torch")
     sources = make_sources(dtype, 4, 3001, "torch")
     tensors = [torch.from_numpy(source.view(np.int16)).view(getattr(torch, dtype)).float() for source in sources]
@@ -202,7 +202,7 @@ def test_halves_are_as_in_torch(dtype: str) -> None:
     assert_same(dtype, reference(dtype, SUM, sources, 0.25), expected)
 
 
-def test_every_dtype_has_one_function_for_all_threads() -> None:
+def test_all_threads_share_one_function_per_dtype() -> None:
     found: list[list[int]] = []
     threads = [threading.Thread(target=lambda: found.append([combiner(dtype) for dtype in DTYPES])) for _ in range(3)]
     for thread in threads:

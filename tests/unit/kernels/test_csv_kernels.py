@@ -1,4 +1,4 @@
-"""The csv kernels against their plain twin, over rows that Python's csv module splits."""
+"""The csv kernels equal a reference in Python that uses the csv module."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_numbers_written_by_python_are_read_exactly(
 @num_examples(400)
 @given(text=st.text(st.sampled_from(',"\r\nab1.'), max_size=60))
 def test_rows_are_parsed_as_by_pythons_csv(text: str) -> None:
-    """Except for an unclosed quote at the end, which Python closes."""
+    """Python closes an unclosed quote at the end; the kernel reports this row as malformed."""
     found, bad, _ = parse(text.encode() + b"\n", ",")
     if bad and bad[-1] == BAD_QUOTE:
         bad.pop()
@@ -181,7 +181,7 @@ def test_rows_before_and_after_a_limit(rows: list[list[str]], limit: int) -> Non
     assert (before + second, bad_before + second_bad) == (whole, bad)
 
 
-def test_faults_have_names_and_places() -> None:
+def test_errors_of_rows_have_a_reason_and_a_column() -> None:
     bad = [b"a,1,2,,b,c,1", b"a,,2,,b,3,1", b"a,x,2,,b,3,1", b"a,1,2,,b,3,", b"a,1,2,,b,3,-1"]
     bad += [b"a,1", b"a,1,2,,b,3,4,5", b'"a,1,2,,b,3']
     _, why, _ = parse(b"\n".join(bad) + b"\n", ",")
@@ -206,7 +206,7 @@ def test_faults_have_names_and_places() -> None:
     )
 )
 def test_numbers_equal_the_numbers_of_python(cells: list[str]) -> None:
-    """To the last bit of a float32, whether a cell fits a word or not."""
+    """All bits of the float32 are equal, for cells shorter and longer than a machine word."""
     text = "".join(f"x,1,{cell},,y,7,1\n" for cell in cells).encode()
     rows, bad, _ = parse(text, ",")
     assert not bad
@@ -228,7 +228,7 @@ def test_word_labels(rows: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize("classes", [(), ("egg", "na")])
 def test_labels_may_be_missing(classes: tuple[str, ...]) -> None:
-    num_missing = 9 if classes else 10  # "na" may be a class
+    num_missing = 9 if classes else 10  # with these classes, "na" is a label
     labels = ["", "1", " NA ", "na", "N/A", "nan", "null", "None", "?", ".", "yes", "x", "egg", '"NA"', "0"]
     text = "".join(f"a,{label},2,,b,3,1\n" for label in labels).encode()
     slots = [OPTIONAL_LABEL_SLOT if slot == LABEL_SLOT else slot for slot in SLOTS]

@@ -34,7 +34,7 @@ def test_dedup_of_any_keys(keys: list[int]) -> None:
 
 
 def test_dedup_of_colliding_keys() -> None:
-    keys = reference.unmix(np.arange(1000, dtype=np.uint64) << np.uint64(32))  # all with the same first slot
+    keys = reference.unmix(np.arange(1000, dtype=np.uint64) << np.uint64(32))  # all keys hash to the same first slot
     scratch = np.empty(dedup.scratch_size(1000), np.int32)
     unique, inverse = np.empty(1000, np.uint64), np.empty(1000, np.int32)
     assert dedup.dedup(keys, scratch, unique, inverse) == 1000
@@ -58,7 +58,7 @@ def best_time_s(call: Callable[[], object]) -> float:
     return min(times)
 
 
-@pytest.mark.thorough  # neighbours on the same machine change the ratio
+@pytest.mark.thorough  # other programs on the machine change the ratio
 @pytest.mark.skipif(numba.config.DISABLE_JIT, reason="times the compiled kernel")  # type: ignore[attr-defined]
 def test_dedup_is_much_faster_than_sorting() -> None:
     keys = random_keys(np.random.default_rng(0), 160_000, 100_000)
@@ -72,8 +72,8 @@ def test_dedup_is_much_faster_than_sorting() -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 500, 1022])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_bad_number_is_found(bad: float, at: int) -> None:
-    array = np.full(1023, 3e38, np.float32)  # numbers whose sum is not finite
+def test_one_non_finite_number_is_found(bad: float, at: int) -> None:
+    array = np.full(1023, 3e38, np.float32)  # the sum of these finite numbers is not finite
     assert largest(array) == np.float32(3e38)
     array[at] = bad
     assert not largest(array) < np.inf
@@ -83,13 +83,13 @@ def test_opposite_infinities_are_found() -> None:
     assert largest(np.array([np.inf, -np.inf], np.float32)) == np.inf
 
 
-def test_no_numbers_are_finite() -> None:
+def test_an_empty_array_is_finite() -> None:
     assert largest(np.empty(0, np.float32)) == 0
 
 
 @settings(deadline=None)
 @given(arrays.arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32)))
-def test_the_largest_of_anything(array: np.typing.NDArray[np.float32]) -> None:
+def test_the_largest_magnitude_of_any_array(array: np.typing.NDArray[np.float32]) -> None:
     np.testing.assert_equal(largest(array), np.abs(array).max(initial=0))
 
 
@@ -108,7 +108,7 @@ def test_dot_sums_in_float64() -> None:
     values = np.array([1e8, 1, -1e8, 1], np.float32)
     out = np.empty(1, np.float32)
     csr.csr_dot(np.array([0, 4]), np.zeros(4, np.int32), values, np.ones(1, np.float32), out)
-    assert out[0] == 2  # in float32 it is 1
+    assert out[0] == 2  # a sum in float32 would be 1
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])

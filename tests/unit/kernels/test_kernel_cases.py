@@ -1,4 +1,4 @@
-"""Every kernel against its twin, on the table of cases that the benchmark times too."""
+"""Every kernel equals its reference in Python (the twin). The benchmark measures the same cases."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_kernel_and_twin_agree(case: ArrayCase) -> None:
         )
     for position, (kernel_argument, other) in enumerate(zip(kernel_arguments, reference_arguments, strict=True)):
         if position not in case.outputs and not (case.kernel.__name__ == "dedup" and position == 1):
-            np.testing.assert_array_equal(kernel_argument, other)  # an argument that is no output is unchanged
+            np.testing.assert_array_equal(kernel_argument, other)  # the kernel does not change its inputs
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        replace(case, num_rows=case.num_rows // 10, num_keys=case.num_keys // 10)  # the twin's rows are Python's
+        replace(case, num_rows=case.num_rows // 10, num_keys=case.num_keys // 10)  # the twin is slow
         for case in SPARSE_CASES
         if case.num_rows <= 5000
     ],
@@ -90,9 +90,9 @@ def test_every_kernel_has_a_case() -> None:
     texts |= {"scale_numbers", "scale_columns", "xxh64"}  # test_data_scaling.py, test_checksum.py
     texts |= {"bin_columns"}  # tests/unit/data/test_bins.py
     texts |= {"cross_features", "cross_fields"}  # tests/unit/models/test_interactions.py
-    texts |= {"group_fields", "count_crosses"}  # the same
+    texts |= {"group_fields", "count_crosses"}  # tests/unit/models/test_interactions.py
     texts |= {"place_features", "least_counts", "add_counts"}  # tests/unit/models/test_counting.py
-    texts |= {"note_frequent", "count_occurrences"}  # the same
+    texts |= {"note_frequent", "count_occurrences"}  # tests/unit/models/test_counting.py
     in_memory = {"logistic_pass"}  # tests/unit/models/test_tuning.py
     of_passes = {"mark", "mark_all", "old_keys"}  # tests/unit/ps/test_passes.py
     between_processes = {  # tests/integration/collectives

@@ -1,4 +1,4 @@
-"""Compilation: once, and for one signature."""
+"""Each kernel is compiled once, for one signature."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def test_real_use_adds_no_signatures() -> None:
     assert signatures() == before
 
 
-def test_both_halves_are_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels that another process could not compile are compiled here."""
+def test_this_process_compiles_all_kernels_if_the_helper_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper process compiles some kernels. If it fails, this process compiles these kernels too."""
     done: list[str] = []
     for name in ("compile_values", "compile_remaining", "compile_kernels"):
         monkeypatch.setattr(compile, name, partial(done.append, name))
     monkeypatch.setattr(compile, "is_compiled", lambda: False)
     printed: list[str] = []
-    before = psutil.Process().children()  # of the earlier tests
+    before = psutil.Process().children()  # children of earlier tests
     for program in (sys.executable, "/no/such/program", None):
         monkeypatch.setattr(sys, "executable", program)
         prepare_kernels(printed.append)
@@ -139,10 +139,10 @@ def run_with_cache(cache_dir: Path, before: str = "") -> list[str]:
     return result.stdout.split()
 
 
-def test_the_cache_reports_the_contents(tmp_path: Path) -> None:
+def test_the_cache_reports_whether_a_kernel_is_cached(tmp_path: Path) -> None:
     assert run_with_cache(tmp_path) == ["False", "True", "0"]
     assert run_with_cache(tmp_path) == ["True", "True", "1"]
-    # Another file of the package has changed, so the code inlined from it is stale.
+    # The stamp of the package has changed: code that the kernel inlines from other files may be outdated.
     changed = "from paceline.kernels import jit\njit._package_stamp = lambda: 'another'\n"
     assert run_with_cache(tmp_path, changed) == ["False", "True", "0"]
     for index in tmp_path.rglob("*take_keys*.nbi"):

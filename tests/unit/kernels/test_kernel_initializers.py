@@ -30,7 +30,7 @@ def pulled(store: SparseStore, keys: npt.NDArray[np.uint64] = KEYS) -> Floats:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [1, 16])
-def test_insertion_and_order_change_nothing(kind: Initializer, dim: int) -> None:
+def test_initial_values_do_not_depend_on_insertion_or_order(kind: Initializer, dim: int) -> None:
     rule = Adagrad(lr=0.0)
     missing = pulled(SparseStore(dim=dim, rule=rule, initializer=kind, seed=3))
     for order in (slice(None), slice(None, None, -1)):
@@ -42,8 +42,8 @@ def test_insertion_and_order_change_nothing(kind: Initializer, dim: int) -> None
 
 
 @pytest.mark.parametrize("kind", [ZEROS, CONSTANT, UNIFORM, NORMAL])
-def test_dense_values_do_not_depend_on_where_a_range_lies(kind: int) -> None:
-    array = parameters(SGD(lr=0.1), Uniform(low=-0.5, high=0.75))  # the other kinds have two numbers too
+def test_dense_values_do_not_depend_on_the_bounds_of_a_range(kind: int) -> None:
+    array = parameters(SGD(lr=0.1), Uniform(low=-0.5, high=0.75))  # two parameters for all kinds
     whole, part = np.empty(100, np.float32), np.empty(60, np.float32)
     kernels.dense_start(SGD.code, whole, 100, 0, 100, 0, kind, np.uint64(2**63 + 5), array)
     kernels.dense_start(SGD.code, part, 60, 10, 60, 50, kind, np.uint64(2**63 + 5), array)
@@ -51,7 +51,7 @@ def test_dense_values_do_not_depend_on_where_a_range_lies(kind: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1])
-def test_any_seed_is_taken(seed: int) -> None:
+def test_any_seed_is_accepted(seed: int) -> None:
     kind = Uniform(low=0.0, high=1.0)
     found = pulled(SparseStore(dim=2, initializer=kind, seed=seed))
     expected = reference.initial_values(kind.code, seed % 2**64, KEYS, 2, 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Update rules against torch.optim, and FTRL against its paper in float64."""
+"""Update rules equal torch.optim, and FTRL equals its paper, computed in float64."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def gradients(size: int, seed: int = 0) -> Floats:
     generator = np.random.default_rng(seed)
     grads = generator.standard_normal((STEPS, size)).astype(np.float32)
     grads[generator.random((STEPS, size)) < 0.1] = 0
-    grads[:, 0] = 0  # an element that is never moved by its gradient
+    grads[:, 0] = 0  # this element has no gradient at any step
     return grads
 
 
 def torch_result(optimizer: str, settings: dict[str, Any], start: Floats, grads: Floats, parts: bool = False) -> Floats:
     """Return the parameters of torch.optim from `start`.
 
-    With `parts`, each element is one parameter, skipped where NaN.
+    With `parts`, each element is a separate parameter. A NaN means that the element has no gradient at this step.
     """
     torch = pytest.importorskip("torch")
     if parts:
@@ -127,7 +127,7 @@ def torch_result(optimizer: str, settings: dict[str, Any], start: Floats, grads:
 def ftrl_float64(gradients: npt.NDArray[np.float64], rule: FTRL, start: float) -> npt.NDArray[np.float64]:
     """Return the weight after each gradient, by McMahan et al., KDD 2013, algorithm 1, in float64.
 
-    `start`, the weight before the first, is not of the paper: z starts where it gives that weight.
+    The paper has no initial weight `start`. Here, z starts at the value that gives this weight.
     """
     alpha, beta, l1, l2 = rule.alpha, rule.beta, rule.l1, rule.l2
     z, n, weights = 0.0, 0.0, []
@@ -148,7 +148,7 @@ def check(found: Floats, expected: Floats) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dim", [1, 16])
-def test_sparse_rows_are_as_torch(name: str, dim: int) -> None:
+def test_sparse_rows_equal_torch(name: str, dim: int) -> None:
     rule, optimizer, settings = RULES[name]
     keys = np.array([0, 5, 2**64 - 1], np.uint64)
     start, grads = np.float32(0.75), gradients(len(keys) * dim)
@@ -185,7 +185,7 @@ def dense_record(rule: UpdateRule, start: Floats) -> tuple[Floats, npt.NDArray[n
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_dense_ranges_are_as_torch(name: str) -> None:
+def test_dense_ranges_equal_torch(name: str) -> None:
     rule, optimizer, settings = RULES[name]
     size = 23
     start, grads = np.linspace(-1, 1, size, dtype=np.float32), gradients(size)
@@ -217,7 +217,7 @@ def test_dense_elements_count_steps_separately(name: str, push: Callable[..., No
     record, array = dense_record(rule, start)
     generator = np.random.default_rng(2)
     chosen = np.zeros(grads.shape, bool)
-    for row in chosen:  # a range with uneven ends, and an element apart
+    for row in chosen:  # a range with arbitrary ends, and a single element
         low, high = np.sort(generator.integers(0, size + 1, 2))
         row[low:high] = row[generator.integers(0, size)] = True
     for grad, own_grads in zip(grads, chosen, strict=True):
@@ -236,14 +236,14 @@ def test_dense_elements_count_steps_separately(name: str, push: Callable[..., No
     ],
 )
 @pytest.mark.parametrize("dim", [1, 16])
-def test_ftrl_is_as_in_the_paper(settings: dict[str, float], start: float, dim: int) -> None:
+def test_ftrl_equals_the_paper(settings: dict[str, float], start: float, dim: int) -> None:
     rule = FTRL(**settings)
     grads = gradients(dim, seed=4) + np.float32(0.1)
     store = SparseStore(dim=dim, rule=rule, initializer=Constant(value=start))
     key, found = np.array([9], np.uint64), np.empty((STEPS, dim), np.float32)
     before = np.empty(dim, np.float32)
     store.pull(key, before)
-    assert (before == np.float32(start)).all()  # an initial weight is not hidden by l1
+    assert (before == np.float32(start)).all()  # l1 does not set an initial weight to 0
     array = parameters(rule, Constant(value=start))
     record, dense_found = np.empty(3 * dim, np.float32), np.empty_like(found)
     kernels.dense_start(rule.code, record, dim, 0, dim, 0, CONSTANT, np.uint64(0), array)
@@ -257,7 +257,7 @@ def test_ftrl_is_as_in_the_paper(settings: dict[str, float], start: float, dim: 
         expected = ftrl_float64(grads[:, j].astype(np.float64), rule, start)
         np.testing.assert_allclose(found[:, j], expected, rtol=1e-4, atol=1e-5)
     if settings.get("l1") and start == 0:
-        assert not found[:2, 0].any()  # the gradients of element 0 are 0.1 each: too little evidence
+        assert not found[:2, 0].any()  # the gradients of element 0 are 0.1, so |z| stays below l1
     np.testing.assert_array_equal(dense_found, found)
 
 
@@ -332,7 +332,7 @@ def test_l1_is_a_proximal_step(rule: SGD | Adagrad | Adam, dim: int) -> None:
 
 @pytest.mark.parametrize("rule", [SGD(lr=0.2, l1=0.5), Adagrad(lr=0.3, l1=0.5), Adam(lr=0.02, l1=0.5)], ids=repr)
 def test_l1_has_the_optimum_of_the_lasso(rule: UpdateRule) -> None:
-    """The optimum of (w - a)² / 2 + l1 · |w| is a reduced by l1, and exactly 0 for |a| up to l1."""
+    """The optimum of (w - a)² / 2 + l1 · |w| is a moved towards 0 by l1. It is exactly 0 if |a| is at most l1."""
     targets = np.array([-2.0, -0.6, -0.4, 0.0, 0.3, 0.45, 1.5], np.float32)
     record, array = dense_record(rule, np.ones(len(targets), np.float32))
     for _ in range(1500):

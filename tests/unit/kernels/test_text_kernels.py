@@ -1,4 +1,4 @@
-"""The text kernels against their plain twins."""
+"""The text kernels equal their references in Python."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_libsvm_on_random_text(text: str) -> None:
     check_libsvm(text.encode() + b"\n")
 
 
-def test_libsvm_stops_before_an_unfitting_row() -> None:
+def test_libsvm_stops_before_a_row_that_does_not_fit() -> None:
     text = b"1 1:1 2:2\n0 3:3 4:4\n"
     found, counts = run_libsvm(text, pairs_room=3)
     assert (found[1], counts[kernels.POSITION]) == ([[1, 2]], 10)
@@ -273,7 +273,7 @@ def test_hash_strings(strings: list[bytes], seed: int) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.one_of(_number, st.sampled_from(["", " ", " 1 ", "x", "1 2", "1\r"])), max_size=20))
-def test_parse_floats(texts: list[str]) -> None:
+def test_floats_are_parsed_like_in_python(texts: list[str]) -> None:
     numbers, status = np.zeros(len(texts)), np.zeros(len(texts), np.uint8)
     data, offsets = arrow([text.encode() for text in texts])
     kernels.parse_floats(data, offsets, powers_of_ten(), numbers, status)

@@ -1,4 +1,4 @@
-"""The amount of free memory: at most the free memory of the process's control groups."""
+"""The available memory is limited by the control groups of the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def group(folder: Path, limit: str, used: int, cached: int) -> None:
     (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
 
 
-def test_the_lowest_limit_counts(tmp_path: Path) -> None:
+def test_the_smallest_free_amount_of_all_groups_is_returned(tmp_path: Path) -> None:
     groups, own = tmp_path / "cgroup", tmp_path / "own"
     own.write_text("0::/jobs/mine\n")
     (groups / "jobs").mkdir(parents=True)

@@ -52,7 +52,7 @@ def test_invalid_sizes_are_rejected(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_sizes_are_written_as_read() -> None:
+def test_formatted_sizes_equal_the_parsed_text() -> None:
     for text in ("4", "1K", "1000", "16K", "1M", "100M", "1025", "3G"):
         assert format_size(parse_sizes(text)[0]) == text
     assert format_size(0) == "0"
@@ -119,7 +119,7 @@ def test_measurements_are_reported() -> None:
     assert format_absent("mpi", "not installed").startswith("Open MPI is not in the table: not installed")
 
 
-def test_own_work_is_not_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_other_programs_excludes_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"busy": 10.0, "own": 1.0, "clock": 100.0}
     monkeypatch.setattr(_bench_load, "busy_s", lambda: seconds["busy"])
     monkeypatch.setattr(_bench_load, "own_s", lambda: seconds["own"])
@@ -131,7 +131,7 @@ def test_own_work_is_not_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("op", OPS[:-1])
-def test_the_check_finds_a_missing_result(op: str) -> None:
+def test_the_check_rejects_a_missing_result(op: str) -> None:
     for rank in range(3):
         buffers = Buffers(op, 1200, "float32", rank, 3)
         buffers.fill()
@@ -142,7 +142,7 @@ def test_the_check_finds_a_missing_result(op: str) -> None:
         assert not buffers.result.any()
 
 
-def test_the_check_sees_parts_in_the_wrong_place() -> None:
+def test_the_check_rejects_parts_in_the_wrong_order() -> None:
     ranks = [Buffers("all_to_all", 1200, "float32", rank, 3) for rank in range(3)]
     for buffers in ranks:
         buffers.fill()

@@ -61,7 +61,7 @@ def test_a_json_field_with_numbers_and_lists(tmp_path: Path) -> None:
 
 
 def test_an_unclosed_quote(tmp_path: Path) -> None:
-    """All later text would be one cell. This is no malformed row, because all later rows would be lost."""
+    """An unclosed quote would put all later rows into one cell, so it is an error and not a malformed row."""
     path = tmp_path / "x.csv"
     rows = [f"{i % 2},s{i % 5},{i * 1.5}" for i in range(900)]
 
@@ -78,5 +78,5 @@ def test_an_unclosed_quote(tmp_path: Path) -> None:
     write(0)
     with pytest.raises(DataError, match="Line 2 opens a quote and does not close it"):
         describe(path)
-    write(899)  # an unclosed quote that hides no rows
+    write(899)  # no row follows
     assert "a quote is opened and not closed" in describe(path)["malformed"]["first"]

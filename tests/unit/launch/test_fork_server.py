@@ -65,7 +65,7 @@ def line(process: Forked) -> bytes:
     return process.stdout.readline()
 
 
-def test_a_fork_begins_as_a_new_interpreter_would(
+def test_a_forked_process_starts_like_a_new_interpreter(
     fork: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -79,12 +79,15 @@ def test_a_fork_begins_as_a_new_interpreter_would(
     assert first["folder"] == first["temporary"] == str(tmp_path)
     assert first["random"] != second["random"]
     assert first["child handler"]
-    assert first["descriptors"] in ([0, 1, 2], [])  # and no pipe of another process, which would stay open
+    assert first["descriptors"] in (
+        [0, 1, 2],
+        [],
+    )  # no copy of another process's pipe
     assert capfd.readouterr().err == "to standard error\n" * 2
     assert [other.poll() for other in other_forks] == [None, None]
 
 
-def test_how_forks_end_is_reported(fork: Callable[..., Forked], capfd: pytest.CaptureFixture[str]) -> None:
+def test_exit_statuses_of_forks_are_reported(fork: Callable[..., Forked], capfd: pytest.CaptureFixture[str]) -> None:
     failed, killed, waiting = fork("raise"), fork("sleep"), fork("wait")
     assert failed.wait(20.0) == 1
     assert "ValueError: an error of the child" in capfd.readouterr().err
@@ -93,15 +96,15 @@ def test_how_forks_end_is_reported(fork: Callable[..., Forked], capfd: pytest.Ca
         killed.wait(0.05)
     killed.send_signal(signal.SIGTERM)
     assert killed.wait(20.0) == -signal.SIGTERM
-    killed.send_signal(signal.SIGTERM)  # no process receives it
+    killed.send_signal(signal.SIGTERM)  # the process has ended, so nothing happens
     assert waiting.stdin is not None
-    waiting.stdin.close()  # as after the death of this process
+    waiting.stdin.close()  # the death of this process would close the pipe too
     assert waiting.wait(20.0) == 7
-    assert not psutil.pid_exists(waiting.pid)  # its parent has noticed
+    assert not psutil.pid_exists(waiting.pid)  # the fork server has reaped the process
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems show a process as it was started")
-def test_forks_show_the_commands(fork: Callable[..., Forked]) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux can a process change its command line")
+def test_the_system_shows_the_command_of_each_fork(fork: Callable[..., Forked]) -> None:
     process = fork("sleep")
     assert line(process) == b"sleeps\n"
     words = [word.strip() for word in psutil.Process(process.pid).cmdline()]
@@ -129,7 +132,7 @@ def test_no_call_waits_for_a_stopped_fork_server(server: ForkServer, fork: Calla
     stopped.suspend()
     try:
         process.send_signal(signal.SIGKILL)
-        assert process.wait(20.0) == 255  # it cannot report it
+        assert process.wait(20.0) == 255  # the stopped fork server cannot report the exit status
     finally:
         stopped.resume()
 
@@ -156,7 +159,7 @@ def test_no_process_with_threads_is_forked(server: ForkServer, monkeypatch: pyte
         unsafe.fork(["describe"], environment=os.environ, captured=False)
 
 
-def test_clusters_start_afresh_where_forks_are_not_safe(
+def test_clusters_spawn_processes_if_forks_are_not_safe(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(os, "fork")
@@ -170,7 +173,7 @@ def test_clusters_start_afresh_where_forks_are_not_safe(
     assert not any(process.is_running() for process in processes)
 
 
-@pytest.mark.parametrize("forks", [True, False], ids=["forked", "started afresh"])
+@pytest.mark.parametrize("forks", [True, False], ids=["forked", "spawned"])
 def test_files_of_the_current_folder_are_not_imported(
     forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,8 +187,8 @@ def test_files_of_the_current_folder_are_not_imported(
     assert (parents == {os.getpid()}) == (not forks)
 
 
-def test_a_process_with_a_reused_number_gets_no_signal(fork: Callable[..., Forked]) -> None:
-    """The end of a process is known a moment after the system may have reused its number."""
+def test_a_process_with_a_reused_pid_gets_no_signal(fork: Callable[..., Forked]) -> None:
+    """The system may reuse a pid shortly before the launcher receives the end of its former process."""
     ended, other = fork("sleep"), fork("sleep")
     assert [line(ended), line(other)] == [b"sleeps\n"] * 2
     fork_server = psutil.Process(ended.pid).parent()
@@ -214,7 +217,7 @@ def test_clusters_can_share_a_fork_server() -> None:
         assert parents != {os.getpid()}
 
 
-def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_processes_or_files(tmp_path: Path) -> None:
     program = (
         "import time, paceline\n"
         "with paceline.local_cluster(servers=2) as cluster:\n"

@@ -1,4 +1,4 @@
-"""Signals are noted while something must not be cut in two, and obeyed at the next good moment."""
+"""A signal during work that must not be interrupted raises its error later, at the next check or at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_signal_waits_for_the_check() -> None:
         interrupt()
         with pytest.raises(KeyboardInterrupt):
             signals.check()
-        signals.check()  # once is enough
+        signals.check()  # each signal is raised once
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -39,7 +39,7 @@ def test_an_unchecked_signal_is_raised_at_the_end() -> None:
     assert done
 
 
-def test_a_second_signal_does_not_wait() -> None:
+def test_a_second_signal_is_raised_immediately() -> None:
     done = []
 
     def work() -> None:
@@ -64,13 +64,13 @@ def test_a_failure_is_not_replaced_by_the_signal() -> None:
         work()
 
 
-def test_signals_without_a_handler_are_left_alone() -> None:
+def test_signals_without_a_handler_are_not_changed() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with DeferredSignals():
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_other_threads_have_no_signals() -> None:
+def test_deferred_signals_do_nothing_in_other_threads() -> None:
     failures: list[BaseException] = []
 
     def work() -> None:

@@ -20,7 +20,7 @@ def test_public_names_are_sorted_and_defined() -> None:
 
 
 def test_the_command_line_imports_nothing_heavy_before_it_is_needed() -> None:
-    """The fork server loads NumPy and Numba while this process does: it has to be started before."""
+    """The fork server must start before this process imports NumPy and Numba, so that both import them in parallel."""
     program = (
         "import sys, paceline.cli.app, paceline.launch.fork_server\nprint(sorted({'numba', 'numpy'} & {*sys.modules}))"
     )

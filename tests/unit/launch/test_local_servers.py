@@ -1,4 +1,4 @@
-"""Local servers that die: which are replaced, and the messages of a run."""
+"""Local servers that die: their replacement, and the messages of a run."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_a_failing_server_is_started_again_after_a_pause(
             taken.listen()
             wait_until(lambda: len(statuses) == 1 and len(local.pids("server")) == 1)
             time.sleep(0.5)
-            assert statuses == [-signal.SIGTERM]  # and not 1, the status of the second one
-            assert local.dead_children("server") == []  # another one follows
+            assert statuses == [-signal.SIGTERM]  # the status 1 of the failed replacement is not reported
+            assert local.dead_children("server") == []  # another replacement follows
             since = time.monotonic()
             local.close()
-            assert time.monotonic() - since < 8.0  # after any pause
+            assert time.monotonic() - since < 8.0  # close() does not wait for the pause before the next start
     output = capfd.readouterr().err
     assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in output
     assert output.count("\n") == 1
@@ -97,7 +97,7 @@ def test_a_death_is_reported_to_every_caller(servers: RunServers, capsys: pytest
         )
 
 
-def test_the_end_of_the_cluster_is_not_blamed_on_absent_nodes(servers: RunServers) -> None:
+def test_the_end_of_the_cluster_is_not_attributed_to_absent_nodes(servers: RunServers) -> None:
     with servers, Client.connect(SocketTransport(_TOKEN), servers.scheduler, rank=0) as client:
         wait_until(lambda: bool(servers.connected))
         client.link.call(messages.EndCluster())

@@ -71,7 +71,7 @@ def test_manifests_of_a_cluster_are_valid(pods: PodOptions) -> None:
 
 
 def test_an_unknown_field_is_found() -> None:
-    """The check of this test itself."""
+    """Check that the validation of these tests can fail."""
     (job,) = manifests_of_run(SMALL, "token", 1, ["train.py"])
     job["spec"]["template"]["spec"]["restartPolice"] = "Never"
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -79,7 +79,7 @@ def test_an_unknown_field_is_found() -> None:
 
 
 @pytest.mark.parametrize(("kind", "host"), [("job", "demo-0.demo"), ("jobset", "demo-node-0-0.demo")])
-def test_pods_find_pod_0(kind: str, host: str) -> None:
+def test_pods_have_the_address_of_pod_0(kind: str, host: str) -> None:
     manifests = by_kind(
         manifests_of_run(dataclasses.replace(PODS, kind=kind), "t", 4, ["paceline", "run", "--nnodes", "4", "train.py"])
     )
@@ -94,7 +94,7 @@ def test_pods_find_pod_0(kind: str, host: str) -> None:
         assert manifests["Service"]["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
 
 
-def test_a_secret_that_exists_is_used() -> None:
+def test_an_existing_secret_is_used() -> None:
     manifests = manifests_of_run(dataclasses.replace(PODS, secret="mine"), "t", 2, ["train.py"])
     assert "Secret" not in by_kind(manifests)
     container = by_kind(manifests)["Job"]["spec"]["template"]["spec"]["containers"][0]
@@ -130,7 +130,7 @@ def test_invalid_options(wrong: Mapping[str, Any], message: str) -> None:
         PodOptions(image="me/train:1", **wrong)
 
 
-def test_names_that_kubernetes_permits() -> None:
+def test_longest_and_unusual_names_of_kubernetes_are_accepted() -> None:
     pods = dataclasses.replace(
         PODS, namespace="2026-" + "a" * 58, secret="my.token", tls_secret="a" * 253, volume=["my.data:/data"]
     )
@@ -138,7 +138,7 @@ def test_names_that_kubernetes_permits() -> None:
 
 
 def test_arguments_reach_the_pod_unchanged() -> None:
-    """Kubernetes expands variables in commands, except for a doubled $."""
+    """Kubernetes expands variables in commands. A doubled $ prevents this."""
     (job,) = manifests_of_run(SMALL, "t", 1, ["train.py", "$(PACELINE_TOKEN)", "$$(X)"])
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert container["command"][-2:] == ["$$(PACELINE_TOKEN)", "$$$$(X)"]
@@ -146,7 +146,7 @@ def test_arguments_reach_the_pod_unchanged() -> None:
         manifests_of_run(SMALL, "t", 1, ["train.py", "\udcff"])
 
 
-def test_kubeflows_variables() -> None:
+def test_variables_of_kubeflow() -> None:
     variables = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8"}
     found = environment({**variables, "PET_MASTER_ADDR": "demo-node-0-0.demo", "PET_MASTER_PORT": "29500"})
     assert (found.nnodes, found.node_rank, found.nproc_per_node) == (4, 2, 8)

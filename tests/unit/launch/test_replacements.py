@@ -1,4 +1,4 @@
-"""Replacements of ranks that fail early: the pauses grow, and after six of them no rank is replaced."""
+"""Ranks that fail early are replaced after growing pauses. After six such failures in a row, no rank is replaced."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from paceline.launch.run.servers import News
 
 
 def make_news(*incarnations: int) -> News:
-    """News of a cluster with these servers."""
+    """Return the news of a cluster whose servers have these incarnations."""
     news = News()
     news.take_servers(incarnations, is_lost=False)
     return news
@@ -39,7 +39,7 @@ def test_two_simultaneous_deaths_wait_for_two_servers() -> None:
     news.take_servers([3], is_lost=False)
     news.take_servers([3, 4], is_lost=False)
     assert news.take_lines() == ["0 died"]
-    news.take_servers([3, 4, 1], is_lost=False)  # it was running before
+    news.take_servers([3, 4, 1], is_lost=False)  # server 1 had joined before, so it is not a replacement
     assert news.take_lines() == []
     news.take_servers([3, 4, 5], is_lost=False)
     assert news.take_lines() == ["1 died"]

@@ -1,4 +1,4 @@
-"""Complete lines from pieces; the choice of the failed rank; the time at which tracebacks are printed."""
+"""Lines assembled from pieces; the choice of the rank that caused a failure; when tracebacks are printed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def feed(shown: Tracebacks, rank: int, lines: list[bytes], now: float) -> list[b
 
 class TestLines:
     @given(st.binary(max_size=200).map(lambda data: data.replace(b"\r", b"")), st.lists(st.integers(0, 200)))
-    def test_however_it_is_cut_nothing_is_lost(self, data: bytes, cuts: list[int]) -> None:
+    def test_no_output_is_lost_however_it_is_divided(self, data: bytes, cuts: list[int]) -> None:
         splitter, lines = LineSplitter(), []
         places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
         for start, end in itertools.pairwise(places):
@@ -55,7 +55,7 @@ class TestLines:
         assert all(line.endswith(b"\n") and line.count(b"\n") == 1 for line in lines)
         assert b"".join(lines) == (data if not data or data.endswith(b"\n") else data + b"\n")
 
-    def test_of_a_progress_bar_the_last_state_counts(self) -> None:
+    def test_only_the_last_state_of_a_progress_bar_is_shown(self) -> None:
         splitter = LineSplitter()
         assert splitter.feed(b"\r10%") == []
         assert splitter.glimpse() == [b"10%\n"]
@@ -65,10 +65,10 @@ class TestLines:
         assert splitter.feed(b"100%\nnext\r\n") == [b"100%\n", b"next\n"]
         assert splitter.feed(b"\r100%") == []
         assert splitter.glimpse() == [b"100%\n"]
-        assert splitter.feed(b"\n") == []  # shown already
+        assert splitter.feed(b"\n") == []  # this line has been shown
         assert splitter.feed(b"bar\r   \r\nplain\n\n") == [b"plain\n", b"\n"]
 
-    def test_a_line_without_end_does_not_fill_the_memory(self) -> None:
+    def test_an_endless_line_is_not_stored_completely(self) -> None:
         splitter = LineSplitter()
         lines = splitter.feed(b"x" * (3 << 20))
         assert sum(map(len, lines)) >= 2 << 20
@@ -83,14 +83,14 @@ class TestLines:
 
 
 class TestBlame:
-    def test_the_first_independent_failure(self) -> None:
+    def test_the_first_failure_that_is_no_consequence_is_the_cause(self) -> None:
         lost, own = RankFailure(0, 1, tuple(LOST)), RankFailure(1, 1, tuple(OWN))
         assert choose_culprit([lost, own]) is own
         assert choose_culprit([lost]) is None
         assert choose_culprit([RankFailure(2, -9, tuple(LOST)), own]).rank == 2  # type: ignore[union-attr]
         assert choose_culprit([RankFailure(2, 3, ()), own]).rank == 2  # type: ignore[union-attr]
 
-    def test_consequences(self) -> None:
+    def test_errors_about_other_ranks_are_consequences(self) -> None:
         for text in (
             b"paceline.torch.backend.errors.BackendRankLostError: rank 1 is gone",
             b"GroupClosedError: x",
@@ -107,7 +107,7 @@ class TestBlame:
             (1, traceback(b"ValueError: bad"), False),
             (1, [], False),
             (3, [], False),
-            (3, LOST_TO_1, True),  # the program handled the error, and ended with a status of its own
+            (3, LOST_TO_1, True),  # the program handled the error and chose its exit status
             (-9, LOST_TO_1, False),
             (-11, [], False),
             (-6, [*traceback(b"RuntimeError: Connection closed by peer [::1]:1"), b"terminate called"], True),
@@ -131,27 +131,27 @@ class TestBlame:
     @pytest.mark.parametrize(
         ("failures", "living", "expected"),
         [
-            # The rank that waited is reported first, and the rank that it lost is still ending, or has ended well.
+            # Rank 0 reports that it lost rank 1. Rank 1 is still ending, or has ended without a failure.
             ([(0, LOST_TO_1)], [1], (0, 10.0)),
             ([(0, LOST_TO_1)], [], (0, 1.0)),
             ([(0, LOST_TO_1)], [2], (0, 1.0)),
             ([(0, LOST)], [1, 2], (0, 10.0)),
-            # All are consequences: the named ranks lead to the first rank of the chain.
+            # All failures are consequences: the ranks named in the errors lead to the first failed rank.
             ([(0, LOST_TO_1), (1, traceback(b"ConnectionResetError: x"))], [], (1, 1.0)),
             ([(0, LOST_TO_1), (1, lost_to(2)), (2, traceback(b"BrokenPipeError: x"))], [3], (2, 1.0)),
             ([(0, LOST_TO_1), (1, lost_to(2))], [2], (1, 10.0)),
-            # They name one another.
+            # The errors of two ranks name each other.
             ([(0, LOST_TO_1), (1, lost_to(0))], [2], (0, 1.0)),
         ],
     )
-    def test_names_lead_from_consequences_to_the_cause(
+    def test_ranks_named_in_errors_lead_to_the_cause(
         self, failures: list[tuple[int, list[bytes]]], living: list[int], expected: tuple[int, float]
     ) -> None:
         found = [RankFailure(rank, 1, tuple(output)) for rank, output in failures]
         assert choose_culprit(found) is None
         assert (follow_names(found)[0].rank, waiting_time(found, living)) == expected
 
-    def test_of_a_chain_the_first_counts(self) -> None:
+    def test_the_first_error_of_a_chain_decides(self) -> None:
         chain = [b"", b"During handling of the above exception, another exception occurred:", b""]
         assert is_consequence(RankFailure(0, 1, tuple(LOST + chain + OWN)))
         assert not is_consequence(RankFailure(0, 1, tuple(OWN + chain + LOST)))
@@ -182,7 +182,7 @@ class TestTracebacks:
         shown = Tracebacks()
         assert feed(shown, 0, OWN[:-1], 0.0) == []
         assert feed(shown, 1, [b"a warning"], 0.0) == [b"a warning"]
-        assert feed(shown, 1, OWN, 0.0) == OWN  # complete before the other line
+        assert feed(shown, 1, OWN, 0.0) == OWN  # rank 1's traceback is complete before rank 0's traceback
         assert feed(shown, 0, OWN[-1:], 0.1) == []
         assert shown.blame(1) == []
         assert feed(shown, 0, [b"more"], 0.2) == []
@@ -217,7 +217,7 @@ class TestTracebacks:
         assert shown.overdue(due) == [(1, [*OWN, b"next"])]
         assert feed(shown, 1, [b"later"], due) == [b"later"]
 
-    def test_a_traceback_without_an_end_is_printed(self) -> None:
+    def test_an_incomplete_traceback_is_printed(self) -> None:
         shown = Tracebacks()
         feed(shown, 0, [_START, b"  only this"], 0.0)
         assert shown.overdue(10.0) == [(0, [_START, b"  only this"])]

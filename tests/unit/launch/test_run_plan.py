@@ -21,7 +21,7 @@ from paceline.strategies import choose_strategy
 _ALL_REDUCE = choose_strategy("all-reduce", processes=6)
 
 
-def test_a_node_of_several() -> None:
+def test_the_environment_of_ranks_on_one_of_several_nodes() -> None:
     layout = lay_out_node(nproc_per_node=2, nnodes=3, node_rank=1, master_addr="10.0.0.1", master_port=None)
     inherited = {
         "HOME": "/h", "RANK": "9", "PACELINE_SCHEDULER": "x", "PACELINE_REPLICAS": "3",
@@ -55,7 +55,7 @@ def test_servers_and_replicas_are_reported() -> None:
     assert plan.environment["PACELINE_SCHEDULER"] == "tcp://h:1"
     choice = choose_strategy("hybrid", processes=1, servers=2, replicas=1)
     (plan,) = plan_ranks(layout, choice, {}, token="t", scheduler="tcp://h:1", threads=None, cores=8)
-    assert "PACELINE_REPLICAS" not in plan.environment  # the servers' option
+    assert "PACELINE_REPLICAS" not in plan.environment  # in this strategy, servers have the replicas
 
 
 def test_filters_are_reported() -> None:
@@ -79,7 +79,7 @@ def test_filters_are_reported() -> None:
         ("all-reduce", "no_such_module:Signs", "module 'no_such_module' does not exist"),
     ],
 )
-def test_impossible_filters_are_refused(strategy: str, filters: str, message: str) -> None:
+def test_impossible_filters_are_rejected(strategy: str, filters: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run_script(RunOptions(script=__file__, strategy=strategy, filters=filters))
     if strategy == "all-reduce":
@@ -106,29 +106,29 @@ class Signs(ValueFilter):
     [
         ("all-reduce", "none", None),
         ("one-device", "none", None),
-        ("all-reduce", "told_signs:Signs:0.25", "told_signs:Signs:0.25"),
-        ("all-reduce", "top-k:0.125, signs:0.25", "top-k:0.125,told_signs:Signs:0.25"),
+        ("all-reduce", "user_signs:Signs:0.25", "user_signs:Signs:0.25"),
+        ("all-reduce", "top-k:0.125, signs:0.25", "top-k:0.125,user_signs:Signs:0.25"),
     ],
 )
 def test_filters_are_passed_in_an_importable_form(
     strategy: str, given: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "told_signs.py").write_text(_SIGNS)
+    (tmp_path / "user_signs.py").write_text(_SIGNS)
     script = tmp_path / "script.py"
-    script.write_text("import os; open('told', 'w').write(str(os.environ.get('PACELINE_FILTERS')))")
+    script.write_text("import os; open('received', 'w').write(str(os.environ.get('PACELINE_FILTERS')))")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    flags = FilterModuleFlags(filter_module=[] if given == "none" else ["told_signs"])
+    flags = FilterModuleFlags(filter_module=[] if given == "none" else ["user_signs"])
     options = RunOptions(script=str(script), strategy=strategy, filters=given, filter_modules=flags)
     try:
         assert run_script(options) == 0
     finally:
         FILTERS.pop("signs", None)
-        sys.modules.pop("told_signs", None)
-    assert (tmp_path / "told").read_text() == str(expected)
+        sys.modules.pop("user_signs", None)
+    assert (tmp_path / "received").read_text() == str(expected)
 
 
-def test_servers_are_dealt_round_robin() -> None:
+def test_servers_are_assigned_round_robin() -> None:
     assert [servers_of_node(5, 3, node) for node in range(3)] == [(0, 3), (1, 4), (2,)]
     assert servers_of_node(1, 2, 1) == ()
 
@@ -168,6 +168,6 @@ def test_errors_of_a_cluster_description_are_reported(found: Any, problem: str) 
     assert str(caught.value).startswith("c.json ")
 
 
-def test_no_json() -> None:
+def test_invalid_json_is_reported() -> None:
     with pytest.raises(UsageError, match=r"^c\.json is not valid JSON"):
         parse_cluster("{server: []}", "c.json")

@@ -17,7 +17,7 @@ _SETTINGS = messages.ClusterSettings(consistency="eventual", stale="", num_serve
 
 
 class Link:
-    """An object whose calls are answered when it is closed."""
+    """A link whose calls fail when it is closed."""
 
     def __init__(self) -> None:
         self.closed = threading.Event()
@@ -43,11 +43,11 @@ def begin(call: Any, *, stops: bool) -> Any:
     return found
 
 
-def test_a_stopping_server_waits_for_no_reply() -> None:
+def test_a_stopping_server_does_not_wait_for_a_reply() -> None:
     assert begin(None, stops=True) is None
 
 
-def test_an_answer_is_an_answer() -> None:
+def test_replies_and_errors_are_passed_on() -> None:
     assert begin(lambda: 5, stops=False) == 5
     with pytest.raises(PeerError, match="no"):
         begin(lambda: (_ for _ in ()).throw(PeerError("no")), stops=False)

@@ -1,4 +1,4 @@
-"""Slurm: the place of a launcher, the job's script, and the life of a job with fake commands of Slurm."""
+"""Slurm: a launcher's placement in a step, the job's script, and the states of a job with fake Slurm commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEP = {
 SCRIPT_OF_JOB = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "5"}
 
 
-def test_place_in_a_step() -> None:
+def test_placement_in_a_step() -> None:
     placement = read_placement(STEP)
     assert placement is not None
     assert (placement.launcher, placement.num_launchers) == (3, 5)
@@ -43,7 +43,7 @@ def test_place_in_a_step() -> None:
 
 
 @pytest.mark.parametrize("variables", [{}, SCRIPT_OF_JOB])
-def test_no_place_outside_of_a_step(variables: dict[str, str]) -> None:
+def test_there_is_no_placement_outside_of_a_step(variables: dict[str, str]) -> None:
     assert read_placement(variables) is None
 
 
@@ -91,7 +91,7 @@ def test_ranks_of_a_launcher_in_a_step(in_step: pytest.MonkeyPatch) -> None:
     assert plan_node(options, find_placement(options)).token != setup.token
 
 
-def test_a_step_of_servers_and_a_step_of_ranks_meet(in_step: pytest.MonkeyPatch) -> None:
+def test_a_step_of_servers_and_a_step_of_ranks_use_the_same_scheduler(in_step: pytest.MonkeyPatch) -> None:
     servers = RunOptions(strategy="parameter-server", servers=7, job="server", nnodes=5, nproc_per_node=2)
     server = plan_node(servers, find_placement(servers))
     assert server.layout is None
@@ -116,7 +116,7 @@ def test_options_with_addresses_override_the_step(in_step: pytest.MonkeyPatch) -
     in_step.setenv("SLURM_STEP_TASKS_PER_NODE", "1")
     for name, value in (("STEP_NUM_TASKS", "1"), ("PROCID", "0"), ("LOCALID", "0"), ("NODEID", "0")):
         in_step.setenv(f"SLURM_{name}", value)
-    assert find_placement(RunOptions()) is None  # the only launcher runs as on any machine
+    assert find_placement(RunOptions()) is None  # a single launcher ignores the step
 
 
 def test_the_script_of_a_job() -> None:
@@ -159,7 +159,7 @@ sys.exit(int(status))
 
 
 class FakeSlurm:
-    """Commands of Slurm that print prepared replies, the last one again and again."""
+    """Fake Slurm commands that print prepared replies. The last reply is repeated."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -204,7 +204,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 PENDING, RUNNING = "JobState=PENDING Reason=Resources", "JobState=RUNNING Reason=None NodeList=n[1-2]"
 
 
-def test_a_job_is_followed(
+def test_the_state_and_output_of_a_job_are_shown(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     slurm.states(PENDING, PENDING, RUNNING, "JobState=COMPLETED Reason=None ExitCode=0:0")
@@ -262,14 +262,14 @@ def test_a_job_that_cannot_start_is_cancelled(
     assert slurm.calls("scancel") == [["7"]]
 
 
-def test_a_requeued_job_is_followed(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeued_job_is_not_cancelled(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = "JobState=COMPLETED Reason=None ExitCode=0:0"
     slurm.states(RUNNING, "JobState=PENDING Reason=BeginTime", PENDING, RUNNING, ended)
-    assert run(monkeypatch, "--requeue", "--queue-timeout", "0", "train.py") == 0  # it has started before
+    assert run(monkeypatch, "--requeue", "--queue-timeout", "0", "train.py") == 0  # no timeout after a start
 
 
 @pytest.mark.parametrize("reply", ["1 scontrol: error: Unable to contact slurm controller", ""])
-def test_a_controller_that_does_not_answer(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, reply: str) -> None:
+def test_errors_of_the_controller_are_retried(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, reply: str) -> None:
     slurm.states(RUNNING, "JobState=COMPLETED Reason=None ExitCode=0:0")
     text = (slurm.folder / "scontrol").read_text()
     slurm.reply("scontrol", *([reply, reply] if reply else []), *text.splitlines())
@@ -304,7 +304,7 @@ def test_a_second_ctrl_c_names_the_job(
 def test_output_that_appears_in_a_newly_opened_file(
     slurm: FakeSlurm, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """An open file of a network file system does not show new data for some time."""
+    """In a network file system, an open file may not show new data for some time."""
     with Slurm(EngineFlags(), "t") as engine:
         engine.start([RunRole(name="ranks", command=("true",), num_nodes=1, num_cpus=1)])
         slurm.states(RUNNING)

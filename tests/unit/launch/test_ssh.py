@@ -54,14 +54,14 @@ if sys.argv[1:]:
 
 
 def replace_program(statements: str) -> str:
-    """Return a command for a host that runs the part of Paceline there after some statements."""
+    """Return a command that runs some statements on a host, and then Paceline's program for the host."""
     program = f"import runpy\n{statements}\nrunpy.run_module('{MODULE}', run_name='__main__')"
     return f"exec {sys.executable} -c {shlex.quote(program)}"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a script and with the fake, which runs ``HOST.sh`` in place of a command."""
+    """A folder with a script and the fake ``ssh``. The fake runs ``HOST.sh`` instead of the command if it exists."""
     path = tmp_path / "bin" / "ssh"
     path.parent.mkdir()
     path.write_text(FAKE.format(python=sys.executable, folder=str(tmp_path)))
@@ -161,13 +161,13 @@ def test_a_lost_connection_ends_all_hosts(
 
 
 def living(folder: Path, num_ranks: int) -> list[int]:
-    """Return the processes of all ranks that live; each rank must have started."""
+    """Return the living processes of all ranks; each rank must have started."""
     pids = [int((folder / f"pid{rank}").read_text()) for rank in range(num_ranks)]
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_nothing_is_left_after_a_signal(folder: Path, number: int, status: int) -> None:
+def test_no_process_is_left_after_a_signal(folder: Path, number: int, status: int) -> None:
     words = ["-m", "paceline", "run", "--hosts", "a:2", "train.py", "long"]
     variables = {**os.environ, "PACELINE_TOKEN": "the-token-of-this-test"}
     running = subprocess.Popen([sys.executable, *words], env=variables, stdout=subprocess.PIPE)
@@ -181,7 +181,7 @@ def test_nothing_is_left_after_a_signal(folder: Path, number: int, status: int) 
     running.send_signal(number)
     assert running.wait(_WAIT_S) == status
     while living(folder, 2):
-        assert time.monotonic() < deadline + _WAIT_S, "ranks are left"
+        assert time.monotonic() < deadline + _WAIT_S, "processes of ranks are left"
         time.sleep(0.05)
     assert running.stdout is not None
     running.stdout.close()

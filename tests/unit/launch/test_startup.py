@@ -1,4 +1,4 @@
-"""Modules that a process loads before its first work: counted, because times depend on the machine."""
+"""The number of modules that a process loads at its start. Times are not tested, because they depend on the machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(json.dumps([[name in sys.modules for name in both], len([m for m in sys.mo
 
 @pytest.mark.skipif(numba.config.DISABLE_JIT, reason="nothing to load")  # type: ignore[attr-defined]
 def test_kernels_are_loaded_without_the_compiler() -> None:
-    """Kernels that few processes call are left out: each takes 5 ms."""
+    """Kernels that few processes call are not loaded at the start, because each kernel takes 5 ms."""
     prepare_kernels()
     program = """
 import json, sys

@@ -69,7 +69,7 @@ def test_impossible_options_are_rejected(options: dict[str, Any], message: str) 
 
 
 def test_replicas() -> None:
-    """Replicas of the model in one process, or of the servers' rows; never both."""
+    """The option means replicas of the model in one process, or replicas of the servers' rows, but never both."""
 
     def chosen(name: str, replicas: int | None) -> tuple[int | None, int]:
         choice = choose_strategy(name, processes=1, replicas=replicas)

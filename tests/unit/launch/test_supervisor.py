@@ -58,7 +58,7 @@ def test_unending_processes_are_killed(supervisor: Supervisor) -> None:
 
 
 def test_children_of_a_foreign_program_end_with_it(supervisor: Supervisor) -> None:
-    """Even in a session of its own, where no signal to the program's group comes."""
+    """The child has its own session, so a signal to the program's process group does not reach it."""
     child = supervisor.start("foreign", lambda: python(PARENT), is_foreign=True)
     started = psutil.Process(int(first_line(child.process)))
     supervisor.close(PATIENCE_S, signal.SIGTERM)
@@ -97,7 +97,7 @@ def test_a_guard_ends_foreign_programs_of_a_killed_parent() -> None:
         assert parent.stdout is not None
         parent.stdout.readline()
         left = psutil.Process(parent.pid).children()
-        assert len(left) == 2  # the program, and its guard
+        assert len(left) == 2  # the program and its guard process
         parent.kill()
         _, alive = psutil.wait_procs(left, timeout=PATIENCE_S)
     assert alive == []

@@ -1,4 +1,4 @@
-"""The output of a training for users and programs: bad lines, staleness, JSON without NaN."""
+"""The results of a training as text and as JSON: malformed lines, staleness, no NaN."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def test_no_nan_in_json() -> None:
     assert report["staleness"] == {"mean": 0.4, "max": 2, "histogram": [4, 0, 1], "dropped": 7}
 
 
-def test_no_staleness_at_all() -> None:
+def test_staleness_without_delayed_gradients() -> None:
     assert summarize_staleness([[0, 0, 0]]) == {"mean": 0.0, "max": 0, "histogram": [0], "dropped": 0}
 
 
-def test_the_running_loss_forgets_the_beginning() -> None:
+def test_the_running_loss_covers_the_last_examples() -> None:
     running = RunningLoss()
     assert running.add(0, 0.0, 0.0) is None
-    assert running.add(10_000, 14_000.0, 20_000.0) == 0.7  # each shard counts twice
-    assert running.add(60_000, 54_000.0, 120_000.0) == 0.4  # of the last 50,000 examples
+    assert running.add(10_000, 14_000.0, 20_000.0) == 0.7  # each example has weight 2
+    assert running.add(60_000, 54_000.0, 120_000.0) == 0.4  # the loss of the last 50,000 examples
     assert running.add(120_000, 90_000.0, 240_000.0) == 0.3
-    assert running.add(119_000, 89_400.0, 238_000.0) is None  # a worker died: the sums begin again
+    assert running.add(119_000, 89_400.0, 238_000.0) is None  # a worker's death: the average starts again
     assert running.add(129_000, 95_400.0, 258_000.0) == 0.3
 
 
@@ -72,7 +72,7 @@ def test_the_mean_loss_is_weighted() -> None:
     assert mean_loss({}) == 0.0
 
 
-def test_how_a_process_ended() -> None:
+def test_description_of_an_exit_status() -> None:
     assert describe_status(3) == "ended with status 3"
     assert describe_status(-9) == "was killed by SIGKILL"
     assert describe_status(-99) == "was killed by signal 99"

@@ -15,8 +15,8 @@ from paceline.meeting.credentials import choose_secret, derive_token, user_key
 
 
 @pytest.fixture(autouse=True)
-def nowhere_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Leave only the folders that a test makes."""
+def only_test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Search for keys only in the folders of the test."""
     monkeypatch.setattr(
         credentials, "folders", lambda runtime_dir: iter([runtime_dir / "paceline", tmp_path / "last" / "paceline"])
     )
@@ -40,7 +40,7 @@ def test_a_folder_open_to_other_users_is_skipped(tmp_path: Path) -> None:
     assert list((tmp_path / "last" / "paceline").iterdir())
 
 
-def test_a_foreign_link_is_ignored(tmp_path: Path) -> None:
+def test_a_folder_behind_a_symbolic_link_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "last").mkdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "paceline").symlink_to(tmp_path / "elsewhere")
@@ -48,8 +48,8 @@ def test_a_foreign_link_is_ignored(tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files away")
-def test_a_folder_of_another_user_is_passed_over(tmp_path: Path) -> None:
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can change the owner of a file")
+def test_a_folder_of_another_user_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "paceline").mkdir(mode=0o700)
     (tmp_path / "paceline" / "key").write_bytes(bytes(32))
     os.chown(tmp_path / "paceline", 12345, 12345)
@@ -71,14 +71,14 @@ def test_a_truncated_key_is_refused(tmp_path: Path) -> None:
         user_key(tmp_path)
 
 
-def test_the_secret_does_not_follow_from_public_values(tmp_path: Path) -> None:
+def test_the_secret_does_not_depend_on_the_address(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     chosen = choose_secret(None, is_local=True, where="127.0.0.1:1", runtime_dir=tmp_path)
     assert chosen == choose_secret(None, is_local=True, where="127.0.0.1:2", runtime_dir=tmp_path)
     assert chosen != choose_secret(None, is_local=True, where="127.0.0.1:1", runtime_dir=tmp_path / "other")
 
 
-def test_a_token_comes_before_the_key_and_is_needed_between_hosts(tmp_path: Path) -> None:
+def test_a_token_overrides_the_key_and_is_required_between_hosts(tmp_path: Path) -> None:
     given = "a token that was given"
     assert choose_secret(given, is_local=True, where="127.0.0.1:1", runtime_dir=tmp_path) == given
     assert choose_secret(given, is_local=False, where="10.0.0.1:1", runtime_dir=tmp_path) == given

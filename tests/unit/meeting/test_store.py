@@ -1,4 +1,4 @@
-"""Keys and values that ranks leave for one another."""
+"""The store of keys and values through which ranks exchange data."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_missing_key_is_named(store: Store, wait_s: float) -> None:
     assert store.get("address of rank 3", soon()) == b"here"
 
 
-def test_prefixes_keep_apart() -> None:
+def test_stores_with_different_prefixes_are_separate() -> None:
     whole = MemoryStore()
     first, second = PrefixStore(whole, "first"), PrefixStore(whole, "second")
     first.set("key", b"1")
@@ -91,20 +91,20 @@ def test_prefixes_keep_apart() -> None:
     assert second.get("key", soon()) == b"2"
 
 
-def test_a_sealed_store_believes_only_holders_of_the_token() -> None:
+def test_a_sealed_store_rejects_values_written_without_the_token() -> None:
     open_to_all = MemoryStore()
     store, stranger = SealedStore(open_to_all, _TOKEN), SealedStore(open_to_all, "another token")
     store.set("address of rank 0", b"here")
     with pytest.raises(AuthenticationError, match="without this program's token; set PACELINE_TOKEN"):
         stranger.get("address of rank 0", soon())
-    open_to_all.set("address of rank 2", open_to_all.get("address of rank 0", soon()))  # at another key
+    open_to_all.set("address of rank 2", open_to_all.get("address of rank 0", soon()))  # copied
     open_to_all.set("address of rank 3", b"")
     for rank in (2, 3):
         with pytest.raises(AuthenticationError):
             store.get(f"address of rank {rank}", soon())
 
 
-def test_exchange_gives_everybody_all_values(store: Store) -> None:
+def test_exchange_returns_all_values_to_every_rank(store: Store) -> None:
     with ThreadPoolExecutor(4) as pool:
         values = [
             pool.submit(exchange, store, rank, 4, b"%d" % rank, soon(), description="group 'all'") for rank in range(4)
@@ -119,7 +119,7 @@ def test_exchange_names_missing_ranks(store: Store) -> None:
     assert lost.value.ranks == (1, 3)
 
 
-def test_collect_waits_for_all_and_reports_which_are_missing(store: Store) -> None:
+def test_collect_waits_for_all_keys_and_returns_none_for_missing_keys(store: Store) -> None:
     store.set("a", b"1")
     assert store.collect(["a", "b"], 0.0) == [b"1", None]
     assert store.collect(["b", "a"], soon(0.05)) == [None, b"1"]
@@ -149,7 +149,7 @@ def test_an_exchange_checks_periodically_whether_the_missing_ranks_live(
     assert checks == [(1,)] * 3
 
 
-def test_an_exchange_over_the_network_costs_every_rank_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_over_the_network_takes_two_requests_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 16
     owner = served()
     joiners = [
@@ -175,7 +175,7 @@ def test_an_exchange_over_the_network_costs_every_rank_two_requests(monkeypatch:
         store.close()
 
 
-def test_the_network_store_wants_the_token() -> None:
+def test_the_network_store_requires_the_token() -> None:
     store = served()
     with pytest.raises(AuthenticationError):
         NetworkStore(store.address, "another token for tests", Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
@@ -187,7 +187,7 @@ def test_closing_wakes_waiting_threads() -> None:
     other = NetworkStore(owner.address, _TOKEN, Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.get, "never", soon())
-        other.set("key", b"")  # on a second connection, or before the get has a connection
+        other.set("key", b"")  # the get may not have its connection yet; both calls may use separate connections
         other.close()
         with pytest.raises(GroupClosedError):
             waiting.result(PATIENCE_S)
@@ -196,7 +196,7 @@ def test_closing_wakes_waiting_threads() -> None:
     owner.close()
 
 
-def test_the_owner_lets_other_ranks_finish() -> None:
+def test_the_owner_waits_until_other_ranks_have_closed_the_store() -> None:
     owner = served()
     other = NetworkStore(owner.address, _TOKEN, Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
     owner.set("key", b"value")
@@ -208,8 +208,8 @@ def test_the_owner_lets_other_ranks_finish() -> None:
     assert not closing.is_alive()
 
 
-def test_a_late_rank_finds_the_numbers_of_the_right_groups() -> None:
-    """The other rank has created a second group of the same ranks before this rank has read the number of the first."""
+def test_a_late_rank_reads_the_numbers_of_the_right_groups() -> None:
+    """One rank creates all its groups before the other rank reads the number of the first group."""
     store = MemoryStore()
     is_made = threading.Event()
 

@@ -28,11 +28,11 @@ def _pidfd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("_pidfd")
-def test_a_dead_process_is_known_before_it_is_reaped(other: subprocess.Popen[bytes]) -> None:
+def test_a_dead_process_is_found_before_it_is_reaped(other: subprocess.Popen[bytes]) -> None:
     watch = Watch({0: os.getpid(), 3: other.pid})
     assert watch.dead() == ()
     other.kill()
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and a zombie
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # wait until the process is a zombie
     assert watch.dead() == (3,)
     other.wait()
     assert watch.dead() == (3,)
@@ -49,7 +49,7 @@ def test_a_rank_dead_from_the_start_is_reported(other: subprocess.Popen[bytes]) 
     watch.close()
 
 
-def test_a_stopped_process_is_known(other: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_process_is_found(other: subprocess.Popen[bytes]) -> None:
     assert not is_stopped(other.pid)
     other.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""Counting features in a sketch: never too few, rarely too many; and learning from counted features."""
+"""A sketch counts features: never too few, rarely too many. Only features with a sufficient count are learned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows_of(sketch: Sketch, blocks: Keys) -> Floats:
 
 
 def push(sketch: Sketch, features: Keys, num_cells: int, times: npt.NDArray[np.int64], enough: int = ENOUGH) -> None:
-    """Count each of some features, as a server's table does."""
+    """Add the occurrences of features to the sketch, as a server's table does."""
     counted = FeatureCounts(features, num_cells, FrequentFeatures())
     blocks, added = counted.added(rows_of(sketch, counted.blocks), times, enough)
     for block, more in zip(blocks.tolist(), added, strict=True):
@@ -33,7 +33,7 @@ def push(sketch: Sketch, features: Keys, num_cells: int, times: npt.NDArray[np.i
 
 
 def estimates(sketch: Sketch, features: Keys, num_cells: int) -> npt.NDArray[np.int64]:
-    """The frequencies of features, as read from the table."""
+    """Return the counts of features that the sketch gives."""
     counted = FeatureCounts(features, num_cells, FrequentFeatures())
     none, found = np.zeros(len(features), np.int64), np.zeros(len(features), np.int64)
     for times in range(1, 100):
@@ -50,7 +50,7 @@ def test_counts_are_never_too_small_and_seldom_too_large() -> None:
         push(sketch, features[part], num_cells, times[part])
     found = estimates(sketch, features, num_cells)
     assert (found >= times).all()
-    # In blocks with the average number n of other features, all three cells are shared with other features.
+    # A count is too large if all its cells are shared with other features of the block.
     collisions = len(features) * BLOCK / num_cells
     assert np.mean(found > times) < 1.5 * (1 - (1 - DEPTH / BLOCK) ** collisions) ** DEPTH
     assert max(sketch) < num_cells // BLOCK
@@ -60,7 +60,7 @@ def test_counts_are_never_too_small_and_seldom_too_large() -> None:
 
 
 def test_counts_stop_at_the_limit() -> None:
-    """A cell at the limit counts no further. A block without cells below the limit is not pushed."""
+    """A cell at the limit is not increased. A block without cells below the limit is not pushed."""
     sketch, feature = Sketch(), np.array([7], np.uint64)
     for _ in range(5):
         push(sketch, feature, 1 << 16, np.array([2]), enough=5)
@@ -70,8 +70,8 @@ def test_counts_stop_at_the_limit() -> None:
     assert len(counted.added(rows_of(sketch, counted.blocks), np.array([2]), 7)[0]) == 1
 
 
-def test_two_features_of_one_block() -> None:
-    """A shared cell counts the features of both, and each block occurs once."""
+def test_several_features_of_one_block() -> None:
+    """A cell that several features share counts all of these features, and each block is pushed once."""
     features = np.arange(50, dtype=np.uint64)
     counted = FeatureCounts(features, 16, FrequentFeatures())
     assert sorted(counted.blocks.tolist()) == [0, 1]
@@ -82,7 +82,7 @@ def test_two_features_of_one_block() -> None:
 
 def test_counts_of_known_frequent_features_are_not_requested() -> None:
     sketch, known = Sketch(), FrequentFeatures()
-    features = np.arange(200, dtype=np.uint64)  # 0 among them, which empty places must not be taken for
+    features = np.arange(200, dtype=np.uint64)  # includes 0, the value of empty slots
     times = np.where(features < 150, 3, 1)
     first = FeatureCounts(features, 1 << 20, known)
     assert first.have_occurred(rows_of(sketch, first.blocks), times, 2).tolist() == [True] * 150 + [False] * 50
@@ -95,14 +95,14 @@ def test_counts_of_known_frequent_features_are_not_requested() -> None:
     assert len(FeatureCounts(np.zeros(1, np.uint64), 8, FrequentFeatures()).blocks) == 1
 
 
-def test_occurrences() -> None:
+def test_count_occurrences() -> None:
     out = np.full(4, 9, np.int64)
     count_occurrences(np.array([1, 1, 3, 1], np.int32), out)
     assert out.tolist() == [0, 3, 0, 1]
 
 
 def test_only_frequent_features_are_learned() -> None:
-    """Features 5 and 6 occur twice in the minibatch; feature 7 occurs once, and occurred once before."""
+    """Features 5 and 6 occur twice in the minibatch. Feature 7 occurs once in it and once before it."""
     model = make_model("lr", min_count=2, count_cells=1 << 16)
     keys = np.array([5, 6, 5, 7, 6, 8], np.uint64)
     batch = Batch(np.array([1, 0, 1], np.float32), np.array([0, 2, 4, 6]), keys)
@@ -115,12 +115,12 @@ def test_only_frequent_features_are_learned() -> None:
         gradients, _ = minibatch.gradients([np.zeros((len(minibatch.keys[0]), 1), np.float32), counts])
         assert set(minibatch.gradient_keys[0].tolist()) == learned | {int(BIAS_KEY)}
         assert [len(gradient) for gradient in gradients] == [len(keys) for keys in minibatch.gradient_keys]
-        # The rule of that table, SGD, takes gradients off.
+        # SGD, the rule of this table, subtracts gradients.
         assert -float(gradients[1].sum()) == (DEPTH * len(keys) if is_first_pass else 0)
     assert len(model.prepare(batch, KeyScratch()).keys) == 1  # predictions need no counts
 
 
-def test_a_factorization_machine_is_counted_too() -> None:
+def test_a_factorization_machine_learns_only_frequent_features() -> None:
     model = make_model("fm", min_count=2, factor_min_count=0)
     batch = Batch(np.ones(2, np.float32), np.array([0, 2, 4]), np.array([5, 6, 5, 7], np.uint64))
     minibatch = model.prepare_training(batch, KeyScratch(), is_first_pass=True)
@@ -133,7 +133,7 @@ def test_a_factorization_machine_is_counted_too() -> None:
     assert gradients[1].shape == (1, 8)
 
 
-def test_settings() -> None:
+def test_settings_of_counts() -> None:
     model = make_model("lr", min_count=3)
     assert read_model_settings(model.describe()) == model
     assert "min_count" not in make_model("lr").describe()

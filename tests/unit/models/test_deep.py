@@ -1,4 +1,4 @@
-"""Deep models: their results against NumPy, accepted settings, and training of the layers."""
+"""Deep models: predictions equal to NumPy's, accepted settings, and training of the layers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def margin(model: DeepModel, vectors: Array, layers: list[Array]) -> float:
 
 @pytest.mark.parametrize("name", DEEP)
 def test_outputs_of_deep_models(name: str) -> None:
-    """With missing numbers, and a feature that is too rare for factors."""
+    """The rows have missing numbers and a feature that is too rare for factors."""
     model = make_deep(name, dim=2, hidden=(4, 3), layout=LAYOUT, factor_min_count=5, offset=0.25)
     x, y, z = (name_seed(column) for column in LAYOUT.numeric)
     keys = np.array([7, 8, x, y, z, 7, 9, z], np.uint64)
@@ -86,31 +86,31 @@ def test_outputs_of_deep_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_pairs_are_learned(name: str) -> None:
+def test_effects_of_pairs_are_learned(name: str) -> None:
     before, unseen = torch.get_num_threads(), make_pairs(1)
     model = make_deep(
         name, layout=RowLayout(categorical=("a", "b")), hidden=(8,), tower_lr=0.02,
         factor_lr=0.1, factor_l2=0.0, factor_std=0.1, factor_min_count=0,
     )  # fmt: skip
     found, stores = train(model, make_pairs(0), FTRL(alpha=0.1, l1=0.0), epochs=3, unseen=unseen)
-    assert auc(unseen.labels, found) > 0.77  # the truth's is 0.8
+    assert auc(unseen.labels, found) > 0.77  # the true probabilities reach 0.8
     assert [len(store) for store in stores[3:]] == [layer.num_units for layer in model.layers]
     assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_layers_are_learned_where_features_are_counted(name: str) -> None:
+def test_layers_are_learned_if_features_are_counted(name: str) -> None:
     model = make_deep(name, layout=RowLayout(categorical=("a", "b")), hidden=(3,), min_count=2, factor_min_count=0)
     batch = make_pairs(0).slice(0, 8)
     batch.keys = batch.keys + np.uint64(1 << 63)
     minibatch = model.prepare_training(batch, KeyScratch(), is_first_pass=False)
     rows = zip(minibatch.keys, model.tables, strict=True)
     minibatch.gradients([np.ones((len(keys), table.dim), np.float32) for keys, table in rows])
-    assert [len(keys) for keys in minibatch.gradient_keys[:2]] == [1, 0]  # the bias alone: every key has occurred once
+    assert [len(keys) for keys in minibatch.gradient_keys[:2]] == [1, 0]  # only the bias: no key has occurred twice
     assert [keys.tolist() for keys in minibatch.gradient_keys[3:-1]] == [keys.tolist() for keys in model.layer_keys]
 
 
-def test_layers() -> None:
+def test_sizes_of_layers() -> None:
     model = make_deep("dcn", dim=2, hidden=(5, 4), cross_layers=1).of_columns("criteo", None)
     assert isinstance(model, DeepModel)
     assert [layer[2:] for layer in model.layers] == [(78, 78), (78, 5), (5, 4), (82, 1)]
@@ -141,27 +141,27 @@ def test_layers() -> None:
         ("fm", {"hidden": (3,)}, "--hidden is not an option of --model fm"),
     ],
 )
-def test_settings(name: str, settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_model(name, **settings)
 
 
-def test_units() -> None:
+def test_numbers_of_units_are_parsed() -> None:
     assert parse_hidden("128, 64") == (128, 64)
     with pytest.raises(UsageError, match="--hidden 12x: expected the number of units of each layer"):
         parse_hidden("12x")
 
 
 @pytest.mark.parametrize("format", ["libsvm", "vw", "jsonl"])
-def test_data_without_columns(format: str) -> None:
+def test_data_without_columns_is_rejected(format: str) -> None:
     columns = Columns("label", is_open=True) if format == "jsonl" else None
     for name in (*DEEP, "ffm"):
         with pytest.raises(UsageError, match=f"{format} has none.* --model fm"):
             make_model(name).of_columns(format, columns)
 
 
-def test_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error appears before a training starts, and before a saved model predicts."""
+def test_a_missing_pytorch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error appears at the start of a training and before a saved model predicts."""
     message = r"--model dcn needs PyTorch, which is not installed: pip install 'paceline\[torch\]'"
     layout = RowLayout(categorical=("a", "b"))
     with monkeypatch.context() as patch:

@@ -22,8 +22,8 @@ from paceline.ps import FTRL
 LAYOUT = RowLayout(categorical=("a", "b"), numeric=("x", "y", "z"))
 
 
-def test_columns_of_pairs() -> None:
-    """Numbers that are missing have no pair."""
+def test_columns_of_the_pairs_of_a_row() -> None:
+    """A missing number has no pair of key and value in the row."""
     x, y, z = (name_seed(name) for name in LAYOUT.numeric)
     keys = np.array([7, 8, x, y, z, 7, 9, z, 6, 8, x, z], np.uint64)
     batch = Batch(np.zeros(3, np.float32), np.array([0, 5, 8, 12]), keys, np.ones(12, np.float32))
@@ -33,8 +33,8 @@ def test_columns_of_pairs() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(3, 2), (2, 1)])
-def test_rows_of_lists_are_refused(lengths: tuple[int, int]) -> None:
-    """A row has more than one value of a category, or none."""
+def test_rows_with_lists_are_rejected(lengths: tuple[int, int]) -> None:
+    """Some row has several values of a category, or none."""
     indptr = np.cumsum([0, *lengths])
     batch = Batch(np.zeros(2, np.float32), indptr, np.arange(indptr[-1], dtype=np.uint64))
     for layout in (LAYOUT, RowLayout(categorical=("a", "b"))):
@@ -56,7 +56,7 @@ def test_rows_with_a_field_for_every_feature() -> None:
 
 @pytest.mark.parametrize("kind", ["ffm", "deepfm"])
 def test_a_field_with_several_features(kind: str) -> None:
-    """ffm uses all pairs of features, also within a field; networks use sums over a field."""
+    """ffm uses all pairs of features, also pairs within a field. Deep models use the sum of a field's features."""
     layout = RowLayout(categorical=("a", "b"), is_open=True)
     batch = Batch(np.zeros(1, np.float32), np.array([0, 3]), np.array([5, 6, 7], np.uint64), np.array([1, 2, 3], "f4"))
     batch.fields = np.array([field_of(name) for name in "baa"], np.uint32)
@@ -83,7 +83,7 @@ def test_a_field_with_several_features(kind: str) -> None:
 
 
 def make_pairs(seed: int, n: int = 8000, num_values: int = 6) -> Batch:
-    """Return examples of two categories whose label depends on the pair only."""
+    """Return examples of two categories. The label depends only on the pair of categories."""
     rng = np.random.default_rng(seed)
     categories = rng.integers(0, num_values, (n, 2))
     labels = rng.random(n) < np.where(categories.sum(axis=1) % 2 == 0, 0.8, 0.2)
@@ -92,13 +92,13 @@ def make_pairs(seed: int, n: int = 8000, num_values: int = 6) -> Batch:
     return Batch(labels.astype(np.float32), indptr, categories.reshape(-1).astype(np.uint64))
 
 
-def test_pairs_are_learned() -> None:
+def test_effects_of_pairs_are_learned() -> None:
     model = FieldAwareMachine(
         layout=RowLayout(categorical=("a", "b")), factor_lr=0.1, factor_l2=0.0, factor_std=0.1, factor_min_count=0
     )
     unseen = make_pairs(1)
     found, stores = train(model, make_pairs(0), FTRL(alpha=0.1, l1=0.0), epochs=6, unseen=unseen)
-    assert auc(unseen.labels, found) > 0.77  # the truth's is 0.8
+    assert auc(unseen.labels, found) > 0.77  # the true probabilities reach 0.8
     assert [store.dim for store in stores] == [1, 2 * 4, 1]
 
 
@@ -110,7 +110,7 @@ def test_settings() -> None:
         FieldAwareMachine().of_columns("libsvm", None)
     layout = FieldAwareMachine().of_columns("vw", None, ("a", "b")).layout
     assert layout is not None
-    assert len(layout) == 3  # one for unknown fields
+    assert len(layout) == 3  # and a field for unknown fields
     for fields in (("a", "b"), ()):
         with pytest.raises(UsageError, match=r"jsonl has none.*--model fm"):
             FieldAwareMachine().of_columns("jsonl", Columns("y", fields, is_open=True))

@@ -20,7 +20,7 @@ N, NUM_VALUES = 8000, 6
 
 
 def make_pairs(seed: int) -> Batch:
-    """Return examples of two categories, each as often with a click as without. The label depends on the pair only."""
+    """Return examples of two categories. The label depends only on the pair: each single category has 50% clicks."""
     rng = np.random.default_rng(seed)
     categories = rng.integers(0, NUM_VALUES, (N, 2))
     is_likely = (categories[:, 0] + categories[:, 1]) % 2 == 0
@@ -42,11 +42,11 @@ def test_nonlinear_interactions() -> None:
         epochs=6,
         unseen=make_pairs(1),
     )
-    assert auc(labels, machine) > 0.77  # the truth's is 0.8
+    assert auc(labels, machine) > 0.77  # the true probabilities reach 0.8
 
 
 def test_features_without_a_weight_have_no_factors() -> None:
-    """The feature has no rows and no part in predictions."""
+    """A feature with weight 0 has no row of factors and no effect on predictions."""
     model = SparseFactorizationMachine(dim=4, factor_min_count=0)
     _, stores = train(model, make_pairs(0), FTRL(l1=1e6), epochs=6)
     assert [len(store) for store in stores] == [2 * NUM_VALUES + 1, 0, 0]
@@ -63,8 +63,8 @@ def test_features_without_a_weight_have_no_factors() -> None:
     assert np.array_equal(minibatch.predict(wide), predicted)
 
 
-def test_features_have_factors_from_the_nth_occurrence() -> None:
-    """Features are counted up to this number."""
+def test_features_get_factors_after_a_number_of_occurrences() -> None:
+    """The occurrences of a feature are counted up to this number."""
     batch = make_pairs(0).slice(0, 640)
     model = SparseFactorizationMachine(dim=4, factor_min_count=80)
     keys, counts = np.unique(batch.keys, return_counts=True)
@@ -81,7 +81,7 @@ def test_features_have_factors_from_the_nth_occurrence() -> None:
 
 
 def test_an_l1_penalty_makes_factors_zero() -> None:
-    """A small penalty makes one factor of four exactly 0 without a loss of quality; a large one all factors."""
+    """A small penalty sets some factors to 0 without a loss of quality. A large penalty sets all factors to 0."""
     batch, labels = make_pairs(0), make_pairs(1).labels
     shares = []
     for factor_l1 in (0.0, 0.1, 1.0):

@@ -36,7 +36,7 @@ def crosses_of(text: str) -> list[str]:
         ("*:*", ["a^b", "a^c", "a^x", "a^z", "b^c", "b^x", "b^z", "c^x", "c^z", "x^z"]),
     ],
 )
-def test_which_columns(text: str, crosses: list[str]) -> None:
+def test_columns_of_interactions(text: str, crosses: list[str]) -> None:
     assert crosses_of(text) == crosses
 
 
@@ -51,7 +51,7 @@ def test_which_columns(text: str, crosses: list[str]) -> None:
         ("*:d", "unknown column 'd'"),
     ],
 )
-def test_no_crosses(text: str, message: str) -> None:
+def test_data_without_crosses(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message.replace("*", r"\*")):
         crosses_of(text)
     with pytest.raises(UsageError, match="libsvm has no columns to cross"):
@@ -68,7 +68,7 @@ def test_no_crosses(text: str, message: str) -> None:
 
 
 def rows(*, has_values: bool, seed: int = 3) -> Batch:
-    """Random rows, as readers of csv give them: some numbers are missing."""
+    """Return random rows like the rows of a csv file. Some numbers are missing."""
     random, labels = np.random.default_rng(seed), np.zeros(50, np.float32)
     numeric = [name_seed(name) for name in COLUMNS.numeric]
     keys: list[int] = []
@@ -84,7 +84,7 @@ def rows(*, has_values: bool, seed: int = 3) -> Batch:
 
 
 @pytest.mark.parametrize("has_values", [True, False])
-def test_the_kernel_and_a_loop(has_values: bool) -> None:
+def test_the_kernel_equals_a_loop_in_python(has_values: bool) -> None:
     interactions = Interactions(text="a:b,c:x,x:z,a:b:z,b:c:a").of_columns("csv", COLUMNS)
     batch = rows(has_values=has_values)
     crossed = interactions.apply(batch)
@@ -122,12 +122,12 @@ FIELDS = ("ad", "user", "", "device", "display")
     [
         ("ad:user", [(0, 1)]),
         ("user:user", [(1, 1)]),
-        ("ad:d", [(0, 3), (0, 4)]),  # as -q ad of Vowpal Wabbit: first letters of names
+        ("ad:d", [(0, 3), (0, 4)]),  # first letters of names, like -q ad of Vowpal Wabbit
         ("(no name):user:u", [(1, 1, 2)]),
         ("*:ad", [(0, 1), (0, 2), (0, 3), (0, 4)]),
     ],
 )
-def test_which_fields(text: str, crosses: list[tuple[int, ...]]) -> None:
+def test_fields_of_interactions(text: str, crosses: list[tuple[int, ...]]) -> None:
     assert list(Interactions(text=text).of_columns("vw", None, FIELDS).crosses) == crosses
     with pytest.raises(UsageError, match=r"unknown column 'x'; the columns are ad, user, \(no name\), device, display"):
         _ = Interactions(text="ad:x").of_columns("vw", None, FIELDS)
@@ -135,13 +135,13 @@ def test_which_fields(text: str, crosses: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("has_values", [True, False])
 def test_fields_with_several_features(has_values: bool) -> None:
-    """All pairs and triples, and pairs within a field once per set, in any order of the features."""
+    """A row gets all pairs and triples. Within a field, each set of features is crossed once."""
     interactions = Interactions(text="ad:user,user:user,ad:user:user,device:ad:user,ad:ad:ad").of_columns(
         "vw", None, FIELDS
     )
     random = np.random.default_rng(1)
     lengths = random.integers(0, 9, 40)
-    numbers = random.integers(0, 6, lengths.sum())  # 5: an unknown field
+    numbers = random.integers(0, 6, lengths.sum())  # field 5 is unknown
     names = (*FIELDS, "other")
     keys = random.integers(1, 2**63, len(numbers)).astype(np.uint64)
     values = random.normal(size=len(keys)).astype(np.float32) if has_values else None
@@ -179,7 +179,7 @@ def test_fields_with_several_features(has_values: bool) -> None:
         interactions.apply(many)
 
 
-def test_the_order_of_columns_counts_in_a_key() -> None:
+def test_the_key_depends_on_the_order_of_columns() -> None:
     assert cross_keys(np.uint64(3), np.uint64(5)) != cross_keys(np.uint64(5), np.uint64(3))
     assert cross_keys(np.uint64(3), np.uint64(5)) == cross_keys(np.uint64(3), np.uint64(5))
 

@@ -1,4 +1,4 @@
-"""Models of numbers, counts and classes find the known solution; labels that they reject."""
+"""Models of numbers, counts and classes find the known solution and reject invalid labels."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_regression_is_least_squares() -> None:
     assert found.r2 == pytest.approx(1 - np.var(labels - expected) / np.var(labels), abs=2e-3)
 
 
-def test_weights_are_repetitions() -> None:
+def test_a_weight_equals_repetitions_of_the_example() -> None:
     """An example of weight 2 changes a model as much as two equal examples."""
     examples = make_examples()[:64]
     labels = np.arange(64) % 3
@@ -79,7 +79,7 @@ def test_poisson_finds_the_rates() -> None:
     assert np.abs(np.log(predicted / rates)).mean() < 0.03
     found = model.evaluate(batch.labels, predicted)
     assert found.calibration == pytest.approx(1, abs=0.02)
-    assert found.deviance == pytest.approx(1, abs=0.1)  # the true model has about 1
+    assert found.deviance == pytest.approx(1, abs=0.1)  # the true model has a mean deviance of about 1
     assert 0.8 < found.d2 < 1
 
 
@@ -105,7 +105,7 @@ def gradients_of(model: SparseModel, labels: list[float]) -> Callable[[], object
     return lambda: minibatch.gradients([np.zeros((2, model.num_outputs), np.float32)])
 
 
-def test_invalid_labels_of_a_model() -> None:
+def test_invalid_labels_are_rejected() -> None:
     with pytest.raises(DataError, match=r"label -1: a Poisson regression"):
         gradients_of(PoissonRegression(), [2, -1])()
     with pytest.raises(DataError, match=r"label 5, .* classes are 0, 1, 2\..*--classes"):
@@ -118,7 +118,7 @@ def test_invalid_labels_of_a_model() -> None:
         SoftmaxRegression().starting_from(np.ones(3, np.float32))
 
 
-def test_nothing_to_evaluate_or_to_learn_from() -> None:
+def test_empty_data_can_be_evaluated_and_learned_from() -> None:
     nothing = np.empty(0, np.float32)
     for model in (LeastSquares(), PoissonRegression()):
         assert model.starting_from(nothing) == model
@@ -128,7 +128,7 @@ def test_nothing_to_evaluate_or_to_learn_from() -> None:
     assert SoftmaxRegression(classes=(0, 1)).evaluate(nothing, np.empty((0, 2), np.float32)).examples == 0
 
 
-def test_classes_in_the_notation_of_users() -> None:
+def test_classes_are_parsed_from_options() -> None:
     assert parse_classes("3") == (0, 1, 2)
     assert SoftmaxRegression(classes=parse_classes("5,-1,2")).classes == (-1, 2, 5)
     for text, message in {
@@ -143,8 +143,8 @@ def test_classes_in_the_notation_of_users() -> None:
             dataclasses.replace(SoftmaxRegression(), classes=classes)
 
 
-def test_expected_counts_are_right_in_sum() -> None:
-    """Twice too large a mean is corrected; a deviation within chance is not."""
+def test_predicted_counts_are_corrected_to_the_right_sum() -> None:
+    """A mean that is twice too large is corrected. A difference within the statistical error is not."""
     counts = np.random.default_rng(0).poisson(3.0, 5000).astype(np.float32)
     model = PoissonRegression().starting_from(counts)
     corrected = model.calibrated(counts, np.full(5000, 6.0, np.float32))

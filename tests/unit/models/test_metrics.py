@@ -1,4 +1,4 @@
-"""The metrics against their definitions, against scikit-learn, and at their edges."""
+"""The metrics equal their definitions and scikit-learn, and handle extreme values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_predictions(n: int, dtype: type = np.float64) -> tuple[Array, Array]:
 
 
 @given(LABELLED)
-def test_auc_is_the_share_of_pairs_in_order(pairs: list[tuple[int, float]]) -> None:
+def test_auc_is_the_share_of_correctly_ordered_pairs(pairs: list[tuple[int, float]]) -> None:
     labels, scores = [y for y, _ in pairs], [s for _, s in pairs]
     for dtype in (np.float32, np.float64):
         given_scores = np.array(scores, dtype)
@@ -95,28 +95,28 @@ def test_metrics_undefined_for_the_labels_are_reported_in_words() -> None:
     assert evaluate([1, 0], [0.5, 0.25]).sentence().startswith("AUC 1.0000, log loss ")
 
 
-def test_no_better_than_the_share_of_positives() -> None:
+def test_a_model_no_better_than_the_share_of_positives_is_reported() -> None:
     assert base_log_loss((3, 1)) == pytest.approx(log_loss([1, 0, 0, 0], [0.25] * 4))
     assert base_log_loss((4, 0)) == base_log_loss((0, 4)) == 0
     assert find_useless(0.56, (3, 1)) is None
-    assert find_useless(0.7, (4, 0)) is None  # no training is possible with one class
+    assert find_useless(0.7, (4, 0)) is None  # with one class, no model can be better
     warning = find_useless(0.57, (3, 1))
     assert warning is not None
     assert all(number in warning for number in ("0.5700", "0.5623", "0.75, 0.25"))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_log_loss_of_certainty_is_clipped(dtype: type) -> None:
+def test_the_log_loss_of_certain_predictions_is_clipped(dtype: type) -> None:
     sure: Array = np.array([0, 1], dtype)
     assert log_loss([0, 1], sure) == pytest.approx(1e-15, rel=0.2)
     assert log_loss([1, 0], sure) == pytest.approx(-math.log(1e-15), rel=1e-3)
 
 
-def test_log_loss_of_ignorance_is_one_bit() -> None:
+def test_the_log_loss_of_predictions_of_one_half_is_one_bit() -> None:
     assert log_loss([True, False, False], [0.5, 0.5, 0.5]) == pytest.approx(math.log(2))
 
 
-def test_calibration_is_predicted_over_real_clicks() -> None:
+def test_calibration_is_predicted_clicks_divided_by_actual_clicks() -> None:
     assert evaluate([1, 0, 0, 0], [0.5, 0.5, 0.5, 0.5]).calibration == 2.0
     assert math.isnan(evaluate([0, 0], [0.5, 0.5]).calibration)
 
@@ -125,7 +125,7 @@ def test_accuracy_counts_one_half_as_a_click() -> None:
     assert evaluate([1, 0, 1, 0], [0.5, 0.4, 0.3, 0.9]).accuracy == 0.5
 
 
-def test_without_examples_nothing_is_defined() -> None:
+def test_metrics_of_no_examples_are_undefined() -> None:
     result = evaluate(np.empty(0), np.empty(0))
     assert result.examples == 0
     assert all(math.isnan(x) for x in (result.auc, result.log_loss, result.calibration, result.accuracy))

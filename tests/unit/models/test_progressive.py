@@ -12,7 +12,7 @@ from paceline.models.registry import make_model
 
 
 def summed(*workers: FirstPass) -> dict[str, float]:
-    """Counters of all workers, as a scheduler adds them up."""
+    """Return the sums of the workers' counters, as the scheduler computes them."""
     total: dict[str, float] = {}
     for worker in workers:
         for name, value in worker.counters.items():
@@ -28,7 +28,7 @@ def a_pass(num_minibatches: int, loss: float, label: float = 0.25, prediction: f
     return worker
 
 
-def test_losses_at_doubling_rows() -> None:
+def test_losses_are_reported_when_the_number_of_rows_doubles() -> None:
     worker = FirstPass()
     for loss in (0.7, 0.5, 0.4, 0.4, 0.2):
         worker.add(64, loss * 64, ExampleSums(64.0, 16.0, 32.0, 128))
@@ -49,22 +49,22 @@ def test_examples_count_by_weight() -> None:
     assert [report.loss_since_last for report in found] == pytest.approx([0.8, 0.2])
 
 
-def test_all_workers_together() -> None:
-    """One worker had fewer rows: its last examples count at the time of their reading."""
+def test_losses_of_all_workers_are_combined() -> None:
+    """One worker read fewer rows. Its last examples count in the report of the time at which it read them."""
     found = progressive_losses(summed(a_pass(8, 0.6), a_pass(3, 0.3)))
     assert [report.examples for report in found] == [128, 128 + 32 + 64, 256 + 96]
     assert found[-1].loss == pytest.approx((0.6 * 256 + 0.3 * 96) / 352)
 
 
-def test_unsettled_losses_are_not_reported() -> None:
+def test_incomplete_losses_are_not_reported() -> None:
     quick, slow = a_pass(9, 0.6), a_pass(3, 0.3)
     assert [loss.examples for loss in progressive_losses(summed(quick, slow), 2)] == [128]
     assert progressive_losses(summed(quick), 2) == []
     assert progressive_losses({"examples": 5.0}, 1) == progressive_losses({}) == []
 
 
-def test_sums_below_zero_and_no_predictions() -> None:
-    """Counters of a job only rise, but labels of a regression may have either sign."""
+def test_negative_sums_and_missing_predictions() -> None:
+    """Counters of a job never fall, although labels of a regression may be negative."""
     worker = FirstPass()
     worker.add(2, 1.0, ExampleSums(2.0, 3.0, -1.0, 2))
     before = dict(worker.counters)
@@ -78,7 +78,7 @@ def test_sums_below_zero_and_no_predictions() -> None:
 
 @pytest.mark.parametrize("name", ["lr", "fm", "regression", "poisson", "softmax"])
 def test_sums_of_a_minibatch(name: str) -> None:
-    """The sums of the predictions of the losses' examples, weighted as the examples are."""
+    """The sums cover the predictions of the same examples as the losses, with the weights of the examples."""
     labels, weights = np.array([1.0, 0.0, 1.0], np.float32), np.array([1.0, 2.0, 0.5], np.float32)
     keys = np.array([5, 6, 5, 7], np.uint64)
     batch = Batch(labels, np.array([0, 2, 3, 4]), keys, None, weights)

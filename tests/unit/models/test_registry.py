@@ -1,4 +1,4 @@
-"""Every model by name: its settings can be sent, and its gradients are those of its loss."""
+"""Every model, by name: its settings can be stored as JSON, and its gradients are the gradients of its loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.models.registry import MODELS, describe_settings, make_model, read
 
 
 def make_batch(num_examples: int = 7, num_keys: int = 12, num_columns: int = 0) -> Batch:
-    """Return examples of up to 5 features, or of one for each column."""
+    """Return examples of up to 5 features, or of one feature per column if `num_columns` is not 0."""
     rng = np.random.default_rng(1)
     lengths = np.full(num_examples, num_columns) if num_columns else rng.integers(0, 6, num_examples)
     indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -29,7 +29,7 @@ def make_batch(num_examples: int = 7, num_keys: int = 12, num_columns: int = 0) 
 
 
 def columns_of(model: SparseModel) -> int:
-    """Return the number of columns that the model assumes; 0 if it makes no assumption."""
+    """Return the number of columns that the model requires, or 0 if it accepts any features."""
     return len(getattr(model, "layout", None) or ())
 
 
@@ -49,15 +49,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "softmax": {"classes": (0, 1, 4)},
 }
 LOSS_BY_GRADIENT = {"regression": 2.0, "poisson": 2.0}
-"""The reported loss divided by the minimized loss."""
+"""Quotient of the reported loss and the minimized loss."""
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_settings_travel(name: str) -> None:
+def test_settings_can_be_stored_and_read(name: str) -> None:
     model = make_model(name, **SETTINGS.get(name, {}))
     assert read_model_settings(json.loads(json.dumps({**model.describe(), "finished": True}))) == model.with_defaults()
     assert describe_settings(model.describe()).startswith(name)
-    assert name in inspect.getsource(ModelFlags)  # its help text, which must be available without numba
+    assert name in inspect.getsource(ModelFlags)  # the help text of --model, which needs no numba
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
@@ -72,7 +72,7 @@ def test_gradients_equal_the_gradients_of_the_loss(name: str, is_weighted: bool)
         (rng.normal(size=(len(keys), table.dim)) / 2).astype(np.float32)
         for keys, table in zip(minibatch.keys, model.tables, strict=True)
     ]
-    counts = 2 if isinstance(model, FactorModel) else None  # the number of the table that counts features
+    counts = 2 if isinstance(model, FactorModel) else None  # position of the table that counts features
     if counts is not None:
         weights[counts] = np.abs(weights[counts])
     gradients, _ = minibatch.gradients(weights)
@@ -93,7 +93,7 @@ def test_gradients_equal_the_gradients_of_the_loss(name: str, is_weighted: bool)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_key_once_and_empty_batches(name: str) -> None:
+def test_keys_are_distinct_and_batches_may_be_empty(name: str) -> None:
     model = make_model(name, **SETTINGS.get(name, {}))
     for num_examples, num_keys in ((7, 12), (0, 12), (1, 1)):
         batch = make_batch(num_examples, num_keys, columns_of(model))

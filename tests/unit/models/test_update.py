@@ -21,4 +21,4 @@ def test_every_rule_with_a_rate_for_click_logs_is_a_choice() -> None:
         assert has_l1 == (name in ("ftrl", "sgd", "adagrad", "adam", "adamw"))
         if has_l1:
             assert make_update(name, l1=0.25).l1 == 0.25  # type: ignore[attr-defined]
-        assert name in inspect.getsource(UpdateFlags)  # its help text, which must be available without numba
+        assert name in inspect.getsource(UpdateFlags)  # the help text of --update, which needs no numba

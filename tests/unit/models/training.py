@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 def train(
     model: SparseModel, batch: Batch, rule: FTRL, *, epochs: int, unseen: Batch | None = None
 ) -> tuple[Array, list[SparseStore]]:
-    """Train; return the predictions for other examples (or the same), and the tables."""
+    """Train; return the predictions for `unseen` (or for the training examples) and the tables."""
     tables, scratch = InProcessTables.create(model, rule), KeyScratch()
     for _ in range(epochs):
         for start in range(0, batch.num_examples, 64):

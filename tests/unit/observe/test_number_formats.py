@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers in the form in which users read them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_rates_have_three_digits(per_s: float, text: str) -> None:
     assert format_rate(per_s) == text
 
 
-def test_a_rate_can_name_the_unit() -> None:
+def test_a_rate_can_include_the_unit() -> None:
     assert format_rate(1200, " examples") == "1.20k examples/s"
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"), [(0, "0 B"), (7.4, "7 B"), (512, "512 B"), (1500, "1.50 kB"), (1.5e6, "1.50 MB")]
 )
-def test_sizes_are_decimal(num_bytes: float, text: str) -> None:
+def test_sizes_have_decimal_prefixes(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text
 
 

@@ -1,4 +1,4 @@
-"""The progress line on terminals wide and narrow, in files, and when things go wrong."""
+"""The progress line on wide and narrow terminals, in files, and after exceptions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def console_for(terminal: bool, width: int = 140) -> tuple[Console, io.StringIO]
 
 
 def on_terminal(snapshot: ProgressSnapshot, width: int = 140) -> str:
-    """The line that stays on a terminal of this width."""
+    """Return the line that remains on a terminal of this width."""
     console, file = console_for(True, width)
     with TrainingProgress(console, clock=Clock()) as progress:
         progress.update(snapshot)
@@ -66,12 +66,12 @@ def test_the_line_fits_any_terminal(width: int) -> None:
     assert 0 < len(line) <= width
 
 
-def test_on_a_narrow_terminal_the_log_loss_stays_longest() -> None:
+def test_a_narrow_terminal_shows_at_least_the_log_loss() -> None:
     assert on_terminal(SNAPSHOT, 24).split("  ")[-1] == "log loss 0.4721"
     assert on_terminal(SNAPSHOT, 5) == " 50%"
 
 
-def test_progress_is_counted_in_examples_where_no_fraction_is_given() -> None:
+def test_progress_is_shown_in_examples_if_the_fraction_is_unknown() -> None:
     snapshot = ProgressSnapshot(examples=250, examples_per_s=10.0)
     unknown = on_terminal(snapshot)
     assert unknown.startswith("250 examples")
@@ -84,7 +84,7 @@ def fail_after(progress: TrainingProgress) -> None:
     raise KeyboardInterrupt
 
 
-def test_the_cursor_comes_back_after_an_exception() -> None:
+def test_the_cursor_is_shown_again_after_an_exception() -> None:
     console, file = console_for(True)
     progress = TrainingProgress(console, clock=Clock())
     with pytest.raises(KeyboardInterrupt), progress:
@@ -96,7 +96,7 @@ def test_the_cursor_comes_back_after_an_exception() -> None:
     assert text.endswith((SHOW_CURSOR, "\n"))
 
 
-def test_a_terminal_is_redrawn_by_itself_and_an_update_after_the_end_writes_nothing() -> None:
+def test_the_line_appears_at_the_start_and_no_update_writes_after_the_end() -> None:
     console, file = console_for(True)
     with TrainingProgress(console, clock=Clock()) as progress:
         assert "waiting for the first examples" in file.getvalue()
@@ -105,7 +105,7 @@ def test_a_terminal_is_redrawn_by_itself_and_an_update_after_the_end_writes_noth
     assert len(file.getvalue()) == length
 
 
-def test_output_to_a_file_stays_out_of_the_terminal(
+def test_redirected_output_does_not_appear_on_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     console, file = console_for(True)
@@ -148,14 +148,14 @@ def test_an_ascii_terminal_gets_an_ascii_bar() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_switched_off_it_is_silent(terminal: bool) -> None:
+def test_a_disabled_progress_line_writes_nothing(terminal: bool) -> None:
     console, file = console_for(terminal)
     with TrainingProgress(console, enabled=False) as progress:
         progress.update(SNAPSHOT)
     assert file.getvalue() == ""
 
 
-def test_by_default_it_writes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_output_is_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     with TrainingProgress(plain_every=timedelta(0)) as progress:
         progress.update(SNAPSHOT)
     captured = capsys.readouterr()
@@ -180,10 +180,10 @@ def test_rate_ignores_counts_before_the_window() -> None:
     assert meter.per_s == 0.0
 
 
-def test_rate_falls_while_nothing_happens_and_samples_are_rare() -> None:
+def test_rate_of_rare_samples() -> None:
     meter = RateMeter(timedelta(seconds=2))
     meter.add(0, 0)
-    meter.add(10, 1000)  # longer than the window, and the only information
+    meter.add(10, 1000)  # these samples are farther apart than the window
     assert meter.per_s == 100.0
 
 
@@ -197,7 +197,7 @@ def test_rate_starts_again_when_the_count_falls() -> None:
     assert meter.per_s == 30.0
 
 
-def test_rate_of_very_many_samples_stays_small_and_exact() -> None:
+def test_a_rate_of_many_samples_needs_little_memory_and_is_exact() -> None:
     meter = RateMeter(timedelta(seconds=1))
     for step in range(100_000):
         meter.add(step / 10_000, step)

@@ -1,4 +1,4 @@
-"""The names that other processes may use here."""
+"""The functions, classes and methods that other processes may call here, by name."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_definitions_of_a_module_are_found_by_name() -> None:
     "name",
     ["imported", "os.getcwd", "os", "_private", "Outer.__init__", "Outer._hidden", "function.__globals__", "", "a..b"],
 )
-def test_imported_and_private_names_are_not_reached(name: str) -> None:
+def test_imported_and_private_names_are_rejected(name: str) -> None:
     with pytest.raises(UsageError, match=r"not allowed here|has no"):
         Allowed([THIS_MODULE]).resolve(f"{THIS_MODULE}:{name}")
 
 
-def test_modules_without_permission() -> None:
+def test_modules_without_permission_are_rejected() -> None:
     for allowed in (Allowed(), Allowed(["tests"]), Allowed([f"{THIS_MODULE}:Outer"])):
         with pytest.raises(UsageError, match=r"is not allowed here: .*module to init_rpc"):
             allowed.resolve(f"{THIS_MODULE}:function")
@@ -93,14 +93,14 @@ def test_single_names_packages_and_decorated_functions() -> None:
         Allowed(["no_such_module_at_all"]).resolve("no_such_module_at_all:f")
 
 
-def test_for_built_in_modules_the_error_requests_single_names() -> None:
+def test_errors_about_built_in_modules_suggest_single_names() -> None:
     for name in ("builtins:min", "os:getcwd"):
         with pytest.raises(UsageError, match=rf"'{name}' is not allowed here; .* init_rpc\(allow=\['{name}'\]"):
             Allowed().resolve(name)
 
 
 @pytest.mark.parametrize("entry", ["", "*", 3])
-def test_impossible_entries(entry: Any) -> None:
+def test_invalid_entries_are_rejected(entry: Any) -> None:
     with pytest.raises(UsageError, match="allow has"):
         Allowed([entry])
 
@@ -125,7 +125,7 @@ def test_methods_of_allowed_classes() -> None:
 
 
 @pytest.mark.parametrize("bad", [lambda: 0, "nothing"])
-def test_objects_without_a_name(bad: Callable[[], int] | str) -> None:
+def test_objects_without_a_qualified_name_are_rejected(bad: Callable[[], int] | str) -> None:
     with pytest.raises(UsageError):
         qualified_name(bad)
 
@@ -134,14 +134,14 @@ def test_the_main_script_has_one_name_in_all_processes(monkeypatch: pytest.Monke
     def scale() -> int:
         return 8
 
-    scale.__module__, scale.__qualname__ = "__mp_main__", "scale"  # in the form of multiprocessing
+    scale.__module__, scale.__qualname__ = "__mp_main__", "scale"  # the name that multiprocessing gives the main script
     assert qualified_name(scale) == "__main__:scale"
     monkeypatch.setattr(sys.modules["__main__"], "scale", scale, raising=False)
     for entry in ("__main__", "__mp_main__"):
         assert Allowed([entry]).resolve("__main__:scale") is scale
 
 
-def test_functions_of_tensors_have_the_names_of_programs() -> None:
+def test_functions_of_tensors_are_allowed_by_their_public_names() -> None:
     torch = pytest.importorskip("torch")
     allowed = Allowed(["torch", "torch.nn.functional", "torch.linalg"])
     for function, name in (
@@ -180,7 +180,7 @@ def _is_allowed(find: Callable[..., Any], *names: Any) -> bool:
 
 
 def test_only_tensor_functions_of_torch_are_allowed() -> None:
-    """All names of torch: no function among them opens files, compiles, or changes settings of the process."""
+    """No allowed function of torch opens files, compiles code or changes settings of the process."""
     torch = pytest.importorskip("torch")
     allowed = Allowed(["torch"])
     of_tensors = {*dir(torch._C._VariableFunctions), *dir(torch.functional)} - {"from_file"}
@@ -222,6 +222,6 @@ def test_a_class_method_has_a_name() -> None:
     assert qualified_name(math.sqrt) == "math:sqrt"
 
 
-def test_names_given_as_text() -> None:
+def test_names_may_be_given_as_text() -> None:
     assert qualified_name("a.b:c.d") == "a.b:c.d"
     assert qualified_name("a.b.c") == "a.b:c"

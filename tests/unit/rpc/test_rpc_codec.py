@@ -116,7 +116,7 @@ def test_decoded_arrays_are_equal_and_writable(dtype: str, shape: tuple[int, ...
         assert found.flags.writeable
 
 
-def test_arrays_as_keys_stay_with_the_items() -> None:
+def test_arrays_in_dictionaries_keep_their_keys() -> None:
     sent = {np.int64(3): np.arange(2.0), (np.float32(0.5), 1): np.ones(3)}
     back = round_trip(sent)
     assert list(back) == list(sent)
@@ -136,7 +136,7 @@ def test_named_tuples_and_ordered_dictionaries_keep_the_type() -> None:
         Decoding(memoryview(b""), Allowed()).decode(packed(9, [f"{__name__}:Step", {"at": 1}]))
 
 
-def test_arrays_travel_next_to_the_message_without_a_copy() -> None:
+def test_arrays_are_sent_separately_from_the_message_without_a_copy() -> None:
     array, odd = np.arange(1000.0), np.arange(3, dtype=np.uint8)
     encoding = Encoding()
     meta = encoding.encode((odd, array))
@@ -189,7 +189,7 @@ def test_other_objects_of_torch() -> None:
     assert largest.indices.tolist() == [0, 0]
     round_trip(Step(1, largest))
     key = torch.ones(2)
-    (found, item), *_ = round_trip({key: torch.zeros(3)}).items()  # in the form of get_gradients
+    (found, item), *_ = round_trip({key: torch.zeros(3)}).items()  # get_gradients returns this form
     assert torch.equal(found, key)
     assert torch.equal(item, torch.zeros(3))
     state = torch.nn.Linear(2, 3).state_dict()
@@ -239,7 +239,7 @@ class Plain:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_pickle_only_where_both_report_it() -> None:
+def test_pickle_is_used_only_if_both_processes_enable_it() -> None:
     assert round_trip([Plain()], pickle=True) == [Plain()]
     with pytest.raises(UsageError, match=r"\[0\]\['k'\]\[1\] cannot be sent: it is of type .*Plain"):
         round_trip([{"k": (1, Plain())}])
@@ -249,7 +249,7 @@ def test_pickle_only_where_both_report_it() -> None:
         Decoding(memoryview(b""), Allowed()).decode(meta)
 
 
-def test_unsendable_objects_are_named_with_the_position() -> None:
+def test_errors_about_unsendable_objects_name_the_position() -> None:
     encoding = Encoding()
     with pytest.raises(UsageError, match=r"args\[1\]\.y\[0\] of the call cannot be sent: it is of type .*Plain"):
         encoding.encode_call((), "m:f", (1, Point(1.0, [Plain()])), {})
@@ -315,17 +315,17 @@ def packed(code: int, value: Any) -> bytes:
         b"\x91" * 5000,
     ],
 )
-def test_hostile_values_are_refused(meta: bytes) -> None:
+def test_invalid_values_are_rejected(meta: bytes) -> None:
     with pytest.raises((ProtocolError, UsageError)):
         Decoding(memoryview(bytearray(8)), Allowed()).decode(meta)
 
 
-def test_a_too_long_body_is_refused() -> None:
+def test_a_body_longer_than_needed_is_rejected() -> None:
     with pytest.raises(ProtocolError, match="body of 8 bytes"):
         Decoding(memoryview(bytearray(8)), Allowed()).decode(msgspec.msgpack.encode(1))
 
 
-def test_nested_extensions_end() -> None:
+def test_deeply_nested_extensions_are_rejected() -> None:
     data = msgspec.msgpack.encode([1])
     for _ in range(MAX_DEPTH + 5):
         data = msgspec.msgpack.encode([msgspec.msgpack.Ext(1, data)])
@@ -333,7 +333,7 @@ def test_nested_extensions_end() -> None:
         Decoding(memoryview(b""), Allowed()).decode(data)
 
 
-def test_altered_bytes_do_no_harm_and_take_little_memory() -> None:
+def test_altered_bytes_raise_an_error_and_use_little_memory() -> None:
     rng = random.Random(5)
     encoding = Encoding()
     meta = encoding.encode(

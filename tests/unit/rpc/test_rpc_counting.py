@@ -15,7 +15,7 @@ from paceline.rpc.counting import OwnedObjects, ReferenceId
 A = ReferenceId(0, 1, 1)
 
 
-def test_the_last_holder_frees() -> None:
+def test_the_last_release_frees_the_object() -> None:
     owned = OwnedObjects()
     owned.create(A, 1)
     assert owned.share(A, 2)
@@ -30,7 +30,7 @@ def test_the_last_holder_frees() -> None:
     assert len(owned) == 0
 
 
-def test_a_dying_holder_gives_back_everything() -> None:
+def test_removing_a_holder_releases_all_its_references() -> None:
     owned = OwnedObjects()
     b = A._replace(number=2)
     owned.create(A, 1)
@@ -42,7 +42,7 @@ def test_a_dying_holder_gives_back_everything() -> None:
 
 
 @pytest.mark.parametrize(("holder", "times"), [(2, 1), (1, 2), (1, 0), (1, -1)])
-def test_more_than_was_given_cannot_be_given_back(holder: int, times: int) -> None:
+def test_releasing_more_references_than_held_is_an_error(holder: int, times: int) -> None:
     owned = OwnedObjects()
     owned.create(A, 1)
     with pytest.raises(ProtocolError):
@@ -62,7 +62,7 @@ steps = st.lists(
 
 @num_examples(200)
 @given(steps)
-def test_the_table_agrees_with_a_bag_of_holders(taken: list[tuple[str, int, int, int]]) -> None:
+def test_the_table_equals_a_simple_count_of_holders(taken: list[tuple[str, int, int, int]]) -> None:
     owned = OwnedObjects()
     bags: dict[ReferenceId, Counter[int]] = {}
     for step, number, holder, times in taken:

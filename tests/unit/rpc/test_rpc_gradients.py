@@ -1,4 +1,4 @@
-"""A process's records of an autograd context, and the ends of a backward pass."""
+"""The data that a process records for an autograd context, and the leaves of its backward pass."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.rpc.options import BackendType, TensorPipeRpcBackendOptions, address_of, check_backend, settings_of
 
 
-def test_where_the_workers_meet() -> None:
+def test_address_of_the_workers_store() -> None:
     options = TensorPipeRpcBackendOptions(num_worker_threads=8)
     assert address_of(options) is None
     assert options.rpc_timeout == 60
@@ -28,7 +28,7 @@ def test_where_the_workers_meet() -> None:
             address_of(options)
 
 
-def test_devices_are_not_mapped() -> None:
+def test_device_maps_are_rejected() -> None:
     options = TensorPipeRpcBackendOptions()
     with pytest.raises(UsageError, match=r"device_maps and devices, .*tensor\.cpu\(\)"):
         options.set_device_map("w", {0: 0})
@@ -38,7 +38,7 @@ def test_devices_are_not_mapped() -> None:
         address_of(TensorPipeRpcBackendOptions(device_maps={"w": {0: 1}}))
 
 
-def test_only_one_transport_exists() -> None:
+def test_unknown_transports_are_rejected() -> None:
     for known in (None, BackendType.TENSORPIPE, "TENSORPIPE", SimpleNamespace(name="TENSORPIPE")):
         check_backend(known)
     with pytest.raises(UsageError, match=r"backend is 'gloo'; .*transport"):
@@ -48,7 +48,7 @@ def test_only_one_transport_exists() -> None:
         rpc.init_rpc("w", wrong, 0)
 
 
-def test_options_of_torch_are_read_too() -> None:
+def test_options_of_torch_are_accepted() -> None:
     torch_rpc = pytest.importorskip("torch.distributed.rpc")
     options = torch_rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=5, init_method="tcp://a:1")
     assert address_of(options) == "a:1"

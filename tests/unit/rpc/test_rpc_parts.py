@@ -101,7 +101,7 @@ def test_durations_may_be_numbers_of_seconds() -> None:
             seconds_of(bad)
 
 
-def test_promises_of_other_libraries() -> None:
+def test_futures_of_other_libraries_are_accepted() -> None:
     source_future: concurrent.futures.Future[int] = concurrent.futures.Future()
     promise = promise_of(source_future)
     source_future.set_result(3)
@@ -184,7 +184,7 @@ def test_a_failure_keeps_the_arguments() -> None:
         assert isinstance(full, FileExistsError)
         assert (full.errno, full.strerror, full.filename, full.filename2) == (errno.EEXIST, "is there", "/a", "/b")
         assert "/a" in str(full)
-        full = raised_error(full)  # passed on by another process
+        full = raised_error(full)  # as if another process had passed the error on
     assert raised_error(KeyError("k", 2)).args == ("k", 2)
     assert raised_error(SystemExit(3)).args == (3,)
     for strange in (ValueError(object()), ValueError(1 << 100), ValueError("\ud800"), ValueError("x" * (1 << 20))):
@@ -277,7 +277,7 @@ def test_a_frame_with_an_excessive_length_is_refused_before_allocation() -> None
     right.release()
 
 
-def test_a_send_to_a_peer_without_reads_times_out() -> None:
+def test_a_send_times_out_if_the_peer_does_not_receive() -> None:
     left, right = pair()
     with pytest.raises(DeadlineError, match="does not read"):
         left.send(20, body=[np.zeros(1 << 24, np.uint8)], deadline=time.monotonic() + 0.05)
@@ -286,7 +286,7 @@ def test_a_send_to_a_peer_without_reads_times_out() -> None:
 
 
 @pytest.mark.skipif(not can_share(), reason="bodies go through the socket on this platform")
-def test_large_bodies_go_through_memory_once_it_is_mapped() -> None:
+def test_large_bodies_are_sent_through_shared_memory_after_it_is_mapped() -> None:
     left, right = pair()
     left.share_bodies()
     soon = time.monotonic() + 10
@@ -300,14 +300,14 @@ def test_large_bodies_go_through_memory_once_it_is_mapped() -> None:
         assert bytes(received.meta) == b"m"
         np.testing.assert_array_equal(np.frombuffer(received.body, np.uint8), body)
         through.append(bool(received.header.flags))
-    # Not the first body, which offered the segment, nor small bodies, nor bodies larger than a slot.
+    # The socket sends the first body (its message offers the segment), small bodies, and bodies larger than a slot.
     assert through == [False, True, True, False, True, False, True, True, True, False, True, False]
-    right.send(20, b"", [sent[1]], request=7, deadline=soon)  # and back
+    right.send(20, b"", [sent[1]], request=7, deadline=soon)  # the other direction
     assert left.receive().header.flags
-    for _ in range(5):  # no receiver: the last one goes through the socket
+    for _ in range(5):  # nothing is received: slots run out, and the socket sends the last body
         left.send(20, b"", [sent[2]], deadline=soon)
     assert [bool(right.receive().header.flags) for _ in range(5)] == [True, True, True, True, False]
-    # Retained bodies keep their slots, and the other slots have the later bodies.
+    # Bodies that the receiver retains keep their slots. Later bodies use the other slots.
     kept = []
     for fill in range(8):
         left.send(20, b"", [np.full(1 << 17, fill, np.uint8)], deadline=soon)
@@ -324,7 +324,7 @@ def test_large_bodies_go_through_memory_once_it_is_mapped() -> None:
 
 
 @pytest.mark.parametrize("flags", [1, 9])
-def test_bodies_in_unshared_memory_are_refused(flags: int) -> None:
+def test_bodies_in_memory_that_is_not_shared_are_rejected(flags: int) -> None:
     raw, other = socket.socketpair()
     other.setblocking(False)
     right = FramedSocket(other, "right")
@@ -337,7 +337,7 @@ def test_bodies_in_unshared_memory_are_refused(flags: int) -> None:
 
 
 @pytest.mark.skipif(not can_share(), reason="bodies are not shared on this platform")
-def test_a_fork_sees_unchanged_values() -> None:
+def test_a_forked_child_sees_unchanged_values() -> None:
     near, far = socket.socketpair(socket.AF_UNIX)
     with near, far:
         sender = SharedBodies.make()
@@ -352,7 +352,7 @@ def test_a_fork_sees_unchanged_values() -> None:
         child = os.fork()
         if not child:
             os.close(writing)
-            os.read(reading, 1)  # until the parent has dropped its own
+            os.read(reading, 1)  # wait until the parent has released its view
             is_kept = bytes(held) == b"kept"
             del held
             os._exit(0 if is_kept else 1)
@@ -364,7 +364,7 @@ def test_a_fork_sees_unchanged_values() -> None:
         assert slot not in sends
         assert sends[3] is None
         second = receiver.take(sends[0] or 0, 4)
-        del second  # taken after the fork: free again
+        del second  # received after the fork, so the slot is free again
         assert sender.put([b"next"], 4) == sends[0]
         sender.close()
         receiver.close()

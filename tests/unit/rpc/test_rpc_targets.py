@@ -59,7 +59,7 @@ def test_functions_are_sent_by_name_and_methods_with_the_object() -> None:
         target_of(lambda: 0)
 
 
-def test_arguments_of_a_partial_come_first() -> None:
+def test_arguments_of_a_partial_precede_arguments_of_the_call() -> None:
     half = functools.partial(functools.partial(add, 1, z=5), z=6)
     assert call_of(half, (2,), None) == Call(f"{THIS_MODULE}:add", (1, 2), {"z": 6})
     assert call_of(half, [2], {"z": 7}) == Call(f"{THIS_MODULE}:add", (1, 2), {"z": 7})

@@ -66,17 +66,17 @@ def numbered(tmp_path: Path) -> Path:
     return save_weights(tmp_path / "model", {3: 0.5, 2**64 - 1: -2.0}, bias=0.25)
 
 
-def test_rows_by_key(numbered: Path) -> None:
+def test_predictions_of_rows_with_numbered_features(numbered: Path) -> None:
     client = ModelClient(ModelSource(numbered))
     rows = [{"3": 1}, {str(2**64 - 1): 0.5, "3": 2.0}, {}]
     expected = 1 / (1 + np.exp(-np.array([0.75, 0.25, 0.25])))
     np.testing.assert_allclose(client.predict(rows), expected, rtol=1e-6)
     assert client.predict([]) == []
-    many = client.predict(rows * 2000)  # large enough for a prediction in a thread
+    many = client.predict(rows * 2000)  # enough rows that a thread computes the prediction
     np.testing.assert_allclose(many, np.tile(expected, 2000), rtol=1e-6)
 
 
-def test_rows_by_name(tmp_path: Path) -> None:
+def test_predictions_of_rows_with_named_columns(tmp_path: Path) -> None:
     data = tmp_path / "data.csv"
     data.write_text(CSV)
     model = write_model(tmp_path / "model", data, "csv", Columns("label", ("site", "device"), ("age",)))
@@ -122,7 +122,7 @@ def test_incomplete_requests_are_answered_when_the_server_ends(numbered: Path) -
     async def client() -> Any:
         task = asyncio.create_task(service.predict(Request({"type": "http", "method": "POST"}, receive)))
         await asyncio.sleep(0)
-        task.cancel()  # as uvicorn does after a timeout
+        task.cancel()  # uvicorn cancels requests after a timeout
         return await task
 
     response = asyncio.run(client())
@@ -147,7 +147,7 @@ def test_health_and_metrics(numbered: Path) -> None:
     assert client("GET", "/nothing")[0] == 404
 
 
-def test_a_newer_model_is_served_and_a_damaged_one_is_not(numbered: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newer_model_is_served_unless_it_is_damaged(numbered: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = ModelSource(numbered)
     client = ModelClient(source)
     before = client.predict([{"3": 1}])
@@ -160,12 +160,12 @@ def test_a_newer_model_is_served_and_a_damaged_one_is_not(numbered: Path, caplog
     assert after[0] < before[0]
     whole = (numbered / "manifest.json").read_text()
     (numbered / "manifest.json").write_text(whole[:100])
-    for _ in range(2):  # it is not tried again while it is unchanged
+    for _ in range(2):  # an unchanged damaged model is not loaded again
         source.refresh()
     assert (source.reloads, source.failures) == (1, 1)
     assert client.predict([{"3": 1}]) == after
     moved = numbered.with_name("moved")
-    for times in (2, 3):  # the removed model is reported once until it returns
+    for times in (2, 3):  # a removed model is reported only once until it exists again
         numbered.rename(moved)
         for _ in range(3):
             source.refresh()

@@ -1,4 +1,4 @@
-"""The estimators are of scikit-learn's kind, and train as ``paceline train`` does, here and on a cluster."""
+"""The estimators conform to scikit-learn. They train like ``paceline train``, in this process and on a cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("warm_clusters")
 
 
 class Column(list[Any]):
-    """A column with a dtype, as pandas has it."""
+    """A column with a dtype, like a column of pandas."""
 
     dtype: Any
 
@@ -62,7 +62,7 @@ def examples(num_rows: int = 2000, num_features: int = 300) -> tuple[Any, np.nda
 
 
 def pairs(num_rows: int = 3000) -> tuple[Any, np.ndarray[Any, Any]]:
-    """Return sparse examples of two categories whose class depends on the pair only."""
+    """Return sparse examples of two categories. The class depends only on the pair of categories."""
     random = np.random.default_rng(2)
     categories = random.integers(0, 6, (num_rows, 2))
     features = (np.repeat(np.arange(num_rows), 2), (categories + np.array([0, 6])).reshape(-1))
@@ -78,7 +78,7 @@ EXCEPTIONS = dict.fromkeys(
 
 
 GIVEN: dict[str, Any] = {"factor_lr": 0.1, "factor_l2": 0.5, "factor_min_count": 300}
-"""Settings of factors with which none are tried, which takes a second or two."""
+"""Settings of factors. If they are given, no trial runs, which would take a second or two."""
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ GIVEN: dict[str, Any] = {"factor_lr": 0.1, "factor_l2": 0.5, "factor_min_count":
         pytest.param(FactorizationMachine(**GIVEN, epochs=4, l1=0.0), marks=pytest.mark.thorough),
         pytest.param(LinearRegression(epochs=8), marks=pytest.mark.thorough),
         pytest.param(PoissonRegressor(epochs=8), marks=pytest.mark.thorough),
-        pytest.param(LogisticRegression(), marks=pytest.mark.thorough),  # it tries more settings
+        pytest.param(LogisticRegression(), marks=pytest.mark.thorough),  # without epochs, it tries several settings
     ],
 )
-def test_it_passes_the_checks_of_scikit_learn(estimator: Any) -> None:
+def test_an_estimator_passes_the_checks_of_scikit_learn(estimator: Any) -> None:
     failed = [
         (check["check_name"], check["exception"])
         for check in check_estimator(estimator, on_skip=None, on_fail=None, expected_failed_checks=EXCEPTIONS)
@@ -100,7 +100,7 @@ def test_it_passes_the_checks_of_scikit_learn(estimator: Any) -> None:
     assert failed == []
 
 
-def test_sparse_and_dense_examples_are_one() -> None:
+def test_sparse_and_dense_examples_give_the_same_model() -> None:
     X, y = examples(800)
     model = LogisticRegression(l1=0.1, random_state=1).fit(X, y)
     assert model.classes_.tolist() == ["no", "yes"]
@@ -111,7 +111,7 @@ def test_sparse_and_dense_examples_are_one() -> None:
     np.testing.assert_array_equal(model.predict(X) == "yes", model.decision_function(X) > 0)
 
 
-def test_of_several_classes(tmp_path: Path) -> None:
+def test_classification_with_several_classes(tmp_path: Path) -> None:
     X, y = load_iris(return_X_y=True)
     names = np.array(["setosa", "versicolor", "virginica"])[y]
     model = LogisticRegression(random_state=0).fit(X, names)
@@ -169,7 +169,7 @@ def test_invalid_targets_are_refused(kind: type[Any], y: Any, message: str) -> N
         kind().fit(np.eye(3), y)
 
 
-def test_a_pickled_model_learns_on_as_the_original() -> None:
+def test_a_pickled_model_continues_training_like_the_original() -> None:
     X, y = examples()
     model = LogisticRegression().partial_fit(X[:1000], y[:1000], classes=["no", "yes"])
     copy = pickle.loads(pickle.dumps(model))
@@ -277,7 +277,7 @@ def test_a_saved_model_predicts_as_the_estimator(tmp_path: Path) -> None:
 
 
 def test_training_on_a_local_cluster() -> None:
-    X, y = examples(600)  # one shard of a worker, and so the same minibatches
+    X, y = examples(600)  # the examples form one shard, so both trainings have the same minibatches
     local = LogisticRegression(l1=0.1, epochs=1, shuffle=False).fit(X, y)
     clustered = LogisticRegression(l1=0.1, epochs=1, shuffle=False, workers=1, consistency="sequential").fit(X, y)
     np.testing.assert_allclose(clustered.decision_function(X), local.decision_function(X), atol=1e-4)
@@ -296,7 +296,7 @@ def test_a_factorization_machine_learns_effects_of_pairs() -> None:
     )
     unseen = X[2000:].toarray(), y[2000:]
     assert linear.score(*unseen) < 0.55
-    assert machine.score(*unseen) > 0.75  # the truth's is 0.8
+    assert machine.score(*unseen) > 0.75  # the true probabilities reach 0.8
     without = FactorizationMachine(l1=0.0, random_state=0, **{**GIVEN, "factor_min_count": 1 << 20}).fit(
         X[:2000], y[:2000]
     )
@@ -317,7 +317,7 @@ def test_a_factorization_machine_depends_on_seed_and_settings_only() -> None:
     assert not np.array_equal(first.decision_function(X), second.decision_function(X))
 
 
-def test_a_factorization_machine_is_pickled_saved_and_trained_on(tmp_path: Path) -> None:
+def test_a_factorization_machine_can_be_pickled_saved_and_trained_further(tmp_path: Path) -> None:
     X, y = pairs()
     model = FactorizationMachine(l1=0.0, lr=0.05, random_state=0, **GIVEN)
     for _ in range(4):
@@ -333,7 +333,7 @@ def test_a_factorization_machine_is_pickled_saved_and_trained_on(tmp_path: Path)
 
 
 def test_exported_weights_predict_as_the_factorization_machine(tmp_path: Path) -> None:
-    """The formula is that of the documentation, with scaled values."""
+    """The test computes the formula of the documentation with scaled values."""
     random = np.random.default_rng(4)
     X = random.normal(40, 15, (800, 3)) * [1, 10, 100]
     y = (X[:, 0] * X[:, 1] + random.normal(0, 5000, 800)) > 20_000
@@ -455,7 +455,7 @@ def test_weights_of_classes(kind: type[Any]) -> None:
     assert balanced.mean() - plain.mean() > 0.3
 
 
-def test_weights_of_classes_on_a_cluster_and_bit_by_bit() -> None:
+def test_weights_of_classes_on_a_cluster_and_with_partial_fit() -> None:
     X, y = examples(600)
     settings: dict[str, Any] = {"l1": 0.1, "epochs": 1, "shuffle": False, "class_weight": {"no": 4.0, "yes": 1.0}}
     local = LogisticRegression(**settings).fit(X, y)
@@ -486,7 +486,7 @@ def test_nan_is_a_missing_value_and_infinity_is_refused() -> None:
     assert LogisticRegression(epochs=1).fit(frame, [0, 1, 0, 1] * 10).predict(frame).shape == (40,)
 
 
-def test_a_column_of_text_is_learned_word_by_word() -> None:
+def test_the_words_of_a_text_column_are_features() -> None:
     texts = [f"{'cheap pills' if row % 2 else 'meeting agenda'} {row}" for row in range(200)]
     labels = [row % 2 for row in range(200)]
     model = LogisticRegression(epochs=4).fit(Frame(text=Column(texts, "O"), n=Column(range(200), "i8")), labels)
@@ -502,7 +502,7 @@ def test_columns_of_times_are_left_out() -> None:
     assert model.score(frame, [0, 1] * 10) == 1.0
 
 
-def test_nonlinear_effects_of_arrays_are_learned_too(tmp_path: Path) -> None:
+def test_nonlinear_effects_of_arrays_are_learned(tmp_path: Path) -> None:
     """Bins have no coefficients. A linear model needs an explicit option."""
     random = np.random.default_rng(2)
     X = random.normal(size=(3000, 2))
@@ -529,8 +529,8 @@ def test_nonlinear_effects_of_arrays_are_learned_too(tmp_path: Path) -> None:
     np.testing.assert_allclose(paceline.load(tmp_path / "merged").predict(X), expected[:, 1], rtol=1e-3)
 
 
-def test_predictions_are_right_in_the_mean() -> None:
-    """The offset is corrected as by ``paceline train``. Steps alone leave these predictions 14% too high."""
+def test_the_mean_of_the_predictions_is_right() -> None:
+    """The offset is corrected like in ``paceline train``. Without the correction, the predictions are 14% too high."""
     random = np.random.default_rng(0)
     X = random.normal(size=(12_000, 20))
     margins = X @ random.normal(size=20) * 0.4 - 3

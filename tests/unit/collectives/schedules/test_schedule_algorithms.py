@@ -1,4 +1,4 @@
-"""The strength of each algorithm: few rounds, few bytes or balanced ranks; and its limits."""
+"""Properties of each algorithm (few rounds, few bytes or balanced ranks) and its limits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SIZES = [2, 3, 4, 7, 8, 16, 31, 32, 33, 64]
 
 
 def num_sent(schedule: Schedule) -> int:
-    """Return the number of blocks that a rank sends."""
+    """Return the number of blocks that the rank of a schedule sends."""
     actions = [action for actions in schedule.rounds for action in actions]
     return sum(stop - start for action in actions if isinstance(action, Send) for start, stop in action.spans)
 
 
 def receivers(schedule: Schedule, block: int) -> set[int]:
-    """The ranks that receive this block from a rank."""
+    """Return the ranks to which a rank sends the block."""
     actions = [action for actions in schedule.rounds for action in actions if isinstance(action, Send)]
     return {send.peer for send in actions if any(start <= block < stop for start, stop in send.spans)}
 
@@ -39,14 +39,14 @@ def test_ring_and_pairwise_move_the_fewest_bytes(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
-def test_halving_doubling_moves_the_ring_s_bytes_in_a_logarithm_of_rounds(size: int) -> None:
+def test_halving_doubling_sends_as_many_bytes_as_the_ring_in_fewer_rounds(size: int) -> None:
     for schedule in ALGORITHMS["all_reduce"]["halving-doubling"].schedules(size):
         assert num_sent(schedule) == 2 * (size - 1)
         assert len(schedule.rounds) == 2 * math.log2(size)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_rounds_are_a_logarithm(size: int) -> None:
+def test_the_number_of_rounds_is_logarithmic(size: int) -> None:
     log = math.ceil(math.log2(size))
     for name, collective, most in (
         ("recursive-doubling", "all_reduce", math.floor(math.log2(size)) + (2 if size & (size - 1) else 0)),
@@ -62,10 +62,10 @@ def test_rounds_are_a_logarithm(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", range(1, 65))
-def test_in_the_double_binary_tree_no_rank_is_inner_twice(size: int) -> None:
+def test_no_rank_is_an_inner_node_of_both_binary_trees(size: int) -> None:
     algorithm = ALGORITHMS["all_reduce"]["double-binary-tree"]
     for rank, schedule in enumerate(algorithm.schedules(size)):
-        # A block goes up to one parent and down to the children, at most two; a leaf only sends up.
+        # An inner node sends a block to its parent and to at most two children. A leaf sends only to its parent.
         peers = [receivers(schedule, block) for block in (0, 1)]
         takes = [
             {
@@ -76,7 +76,7 @@ def test_in_the_double_binary_tree_no_rank_is_inner_twice(size: int) -> None:
             }
             for block in (0, 1)
         ]
-        assert not (takes[0] and takes[1]), f"rank {rank} is inner in both trees"
+        assert not (takes[0] and takes[1]), f"rank {rank} is an inner node of both trees"
         assert max(map(len, takes)) <= 2
         assert max(map(len, peers)) <= 3
         assert num_sent(schedule) <= 4
@@ -100,7 +100,7 @@ def test_pipelines_cut_the_vector_into_pieces_and_overlap_the_transfers() -> Non
         assert longest[1] == longest[0] + 9
 
 
-def test_hierarchical_crosses_hosts_by_leaders_only() -> None:
+def test_only_leaders_of_hosts_send_to_other_hosts() -> None:
     hosts = [7, 7, 7, 2, 2, 2, 7, 5]
     crossing = set()
     for rank, schedule in enumerate(ALGORITHMS["all_reduce"]["hierarchical"].schedules(8, hosts=hosts)):
@@ -146,7 +146,7 @@ def test_unused_options_are_ignored() -> None:
     assert algorithm.schedule(1, 4, root=2, pieces=5, hosts=[0, 0, 1, 1]) == algorithm.schedule(1, 4)
 
 
-def test_only_bruck_s_all_to_all_wants_equal_blocks() -> None:
+def test_only_all_to_all_of_bruck_needs_equal_blocks() -> None:
     every = [algorithm for algorithms in ALGORITHMS.values() for algorithm in algorithms.values()]
     unequal = [(algorithm.collective, algorithm.name) for algorithm in every if algorithm.equal_blocks_only]
     assert unequal == [("all_to_all", "bruck")]

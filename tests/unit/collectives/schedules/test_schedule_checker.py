@@ -1,4 +1,4 @@
-"""The checker can fail: on every kind of fault, and on every single action that is dropped or changed."""
+"""The checker rejects every kind of faulty schedule, and every schedule in which one action is changed or missing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def two_ranks(first: Sequence[Round], second: Sequence[Round], num_blocks: int =
 def mutants(
     schedules: Sequence[Schedule], change: Callable[[int, Action], Action | None]
 ) -> Iterator[tuple[str, list[Schedule]]]:
-    """Yield the schedules with one changed action, for each action that ``change`` changes. None removes the action."""
+    """Yield the schedules with one changed action, for each action that ``change`` changes. It removes one by None."""
     for rank, schedule in enumerate(schedules):
         for number, actions in enumerate(schedule.rounds):
             for index, action in enumerate(actions):
@@ -71,11 +71,11 @@ def to_itself(rank: int, action: Action) -> Action:
     return action if isinstance(action, Copy) else action._replace(peer=rank)
 
 
-def reduce_turned(rank: int, action: Action) -> Action:
+def with_inverted_reduce(rank: int, action: Action) -> Action:
     return action._replace(reduce=not action.reduce) if isinstance(action, Receive) else action
 
 
-def one_block_less(rank: int, action: Action) -> Action:
+def shortened(rank: int, action: Action) -> Action:
     if isinstance(action, Copy) or not action.spans:
         return action
     start, stop = action.spans[-1]
@@ -83,8 +83,8 @@ def one_block_less(rank: int, action: Action) -> Action:
     return action._replace(spans=(*action.spans[:-1], *last))
 
 
-def other_blocks(num_blocks: int) -> Callable[[int, Action], Action]:
-    """The same number of blocks, moved by one."""
+def to_next_blocks(num_blocks: int) -> Callable[[int, Action], Action]:
+    """Return a change that shifts the blocks of an action by one."""
 
     def moved(spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         blocks = [(block + 1) % num_blocks for start, stop in spans for block in range(start, stop)]
@@ -104,9 +104,15 @@ def other_blocks(num_blocks: int) -> Callable[[int, Action], Action]:
 def test_every_single_change_of_an_action_is_found(algorithm: Algorithm, size: int) -> None:
     schedules = algorithm.schedules(size, pieces=2, hosts=HOSTS[:size])
     check(algorithm.collective, schedules)
-    changes = [dropped, to_another_peer(size), to_itself, one_block_less, other_blocks(max(schedules[0].num_blocks, 1))]
+    changes = [
+        dropped,
+        to_another_peer(size),
+        to_itself,
+        shortened,
+        to_next_blocks(max(schedules[0].num_blocks, 1)),
+    ]
     if algorithm.collective != "barrier":
-        changes.append(reduce_turned)
+        changes.append(with_inverted_reduce)
     num_found = 0
     for change in changes:
         for change_text, mutant in mutants(schedules, change):
@@ -127,13 +133,13 @@ def test_the_wrong_root_is_found(algorithm: Algorithm) -> None:
         check(algorithm.collective, schedules, root=3)
 
 
-def test_a_lost_message_pair_is_found_at_the_end() -> None:
+def test_a_missing_send_and_receive_are_found_at_the_end() -> None:
     first, second = ALGORITHMS["all_reduce"]["recursive-doubling"].schedules(2)
     with pytest.raises(ScheduleError, match=r"rank 0 ends with block 0 of ranks \[0\] in block 0, .*\[0, 1\]"):
         check("all_reduce", [replace(first, rounds=()), replace(second, rounds=())])
 
 
-def test_counting_twice_is_found() -> None:
+def test_a_block_added_twice_is_found() -> None:
     (first,), (second,) = (s.rounds for s in ALGORITHMS["all_reduce"]["recursive-doubling"].schedules(2))
     with pytest.raises(ScheduleError, match=r"rank [01] in round 1: block 0 counts ranks \[0, 1\] twice"):
         check("all_reduce", two_ranks([first, first], [second, second]))
@@ -159,7 +165,7 @@ def test_a_deadlock_of_receives_is_found() -> None:
         check("all_reduce", two_ranks(rounds[0], rounds[1]))
 
 
-def test_a_round_sends_the_values_from_before_the_round() -> None:
+def test_a_round_sends_the_values_of_its_start() -> None:
     swap = [(Receive(1, ALL, reduce=True), Send(1, ALL))], [(Send(0, ALL), Receive(0, ALL, reduce=True))]
     check("all_reduce", two_ranks(*swap))
 
@@ -187,7 +193,7 @@ def test_faults_of_one_round_are_named(actions: Round, match: str) -> None:
         check("all_reduce", two_ranks([actions], [], num_blocks=2))
 
 
-def test_messages_of_two_lengths_are_found() -> None:
+def test_a_send_and_a_receive_of_different_lengths_are_found() -> None:
     schedules = two_ranks([(Send(1, ((0, 2),)),)], [(Receive(0, ALL),)], num_blocks=2)
     with pytest.raises(ScheduleError, match="rank 0 in round 0 sends 2 blocks; rank 1 in round 0 expects 1"):
         check("broadcast", schedules)
@@ -199,13 +205,13 @@ def test_reading_unwritten_values_is_found() -> None:
         check("broadcast", schedules)
 
 
-def test_reducing_into_nothing_is_found() -> None:
+def test_reducing_into_an_empty_block_is_found() -> None:
     schedules = two_ranks([(Send(1, ALL),)], [(Receive(0, ALL, reduce=True),)])
     with pytest.raises(ScheduleError, match="rank 1 in round 0: block 0 is reduced into, but is empty"):
         check("broadcast", schedules)
 
 
-def test_the_input_of_an_all_to_all_is_kept() -> None:
+def test_an_all_to_all_must_not_write_to_its_input() -> None:
     (schedule,) = ALGORITHMS["all_to_all"]["pairwise"].schedules(1)
     worse = replace(schedule, rounds=(*schedule.rounds, (Copy(((1, 2),), ((0, 1),)),)))
     with pytest.raises(ScheduleError, match=r"rank 0 in round 1 writes block 0 .*input"):
@@ -213,17 +219,17 @@ def test_the_input_of_an_all_to_all_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("collective", "wrong"), [("all_gather", 3), ("all_to_all", 4), ("barrier", 1), ("reduce", 0)])
-def test_the_number_of_blocks_is_the_collective_s(collective: str, wrong: int) -> None:
+def test_a_wrong_number_of_blocks_for_a_collective_is_found(collective: str, wrong: int) -> None:
     with pytest.raises(ScheduleError, match=f"rank 0 has {wrong} blocks.* {collective}"):
         check(collective, two_ranks([], [], num_blocks=wrong))
 
 
-def test_ranks_agree_on_the_number_of_blocks() -> None:
+def test_ranks_with_different_numbers_of_blocks_are_found() -> None:
     with pytest.raises(ScheduleError, match="rank 1 has 2 blocks"):
         check("all_reduce", [Schedule(1, ()), Schedule(2, ())])
 
 
-def test_wrong_questions() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(UsageError, match="No collective 'allreduce'"):
         check("allreduce", [Schedule(1, ())])
     with pytest.raises(UsageError, match="at least one"):

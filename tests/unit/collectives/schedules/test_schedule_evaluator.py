@@ -1,4 +1,4 @@
-"""The evaluator against the closed forms of the literature, and the rules of its ports."""
+"""Compare the evaluator with the closed forms of the literature; check its model of a rank's ports."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_fold_costs_two_more_complete_messages(p: int) -> None:
     n = N // core * core
     for name in ("recursive-doubling", "halving-doubling"):
         extra = seconds("all_reduce", name, p, n) - seconds("all_reduce", name, core, n)
-        # Less, if the ranks outside of the fold have sent already: their messages have arrived when the fold is done.
+        # The cost is below the bound if the ranks outside of the fold have sent their messages before the fold ends.
         assert extra > A + n * B
         assert extra <= (2 * (A + n * B) + n * G) * (1 + 1e-9)
 
@@ -102,7 +102,7 @@ def test_binomial_tree(p: int) -> None:
 def test_central_grows_linearly(p: int) -> None:
     n = N // p * p
     assert seconds("broadcast", "central", p) == near(A + (p - 1) * N * B)
-    # The root adds up one vector while the next one arrives: γ < β.
+    # The root adds one vector while the next vector arrives, because γ < β.
     assert seconds("reduce", "central", p) == near(A + (p - 1) * N * B + N * G)
     assert seconds("all_reduce", "central", p) == near(2 * A + 2 * (p - 1) * N * B + N * G)
     assert seconds("reduce", "central", p, gamma=3 * B) == near(A + N * B + (p - 1) * 3 * N * B)
@@ -120,7 +120,7 @@ def test_pieces_overlap() -> None:
         assert seconds("broadcast", "binomial-tree", p, pieces=64) > math.log2(p) * N * B
 
 
-def test_short_vectors_want_few_rounds_and_long_ones_few_bytes() -> None:
+def test_few_rounds_are_best_for_short_vectors_and_few_bytes_for_long_vectors() -> None:
     def fastest(size: int, num_bytes: int) -> str:
         return min(
             ("recursive-doubling", "ring", "binomial-tree"), key=lambda n: seconds("all_reduce", n, size, num_bytes)
@@ -131,7 +131,7 @@ def test_short_vectors_want_few_rounds_and_long_ones_few_bytes() -> None:
     assert seconds("all_reduce", "halving-doubling", 64) < seconds("all_reduce", "ring", 64)
 
 
-def test_links_within_a_host_make_the_hierarchy_worth_it() -> None:
+def test_the_hierarchy_is_fastest_if_links_within_a_host_are_fast() -> None:
     hosts = [rank // 8 for rank in range(32)]
 
     def link(source: int, target: int) -> LinkCost:
@@ -150,22 +150,22 @@ def run(*ranks: Sequence[Round], block_bytes: list[int] | int = 100, gamma: floa
     return predict([Schedule(num_blocks, tuple(rounds)) for rounds in ranks], block_bytes, LINK, gamma_s_per_byte=gamma)
 
 
-def test_messages_of_one_rank_leave_one_after_another() -> None:
+def test_a_rank_sends_one_message_after_another() -> None:
     assert run([(Send(1, ONE), Send(2, ONE))], [(Receive(0, ONE),)], [(Receive(0, ONE),)]) == near(A + 2 * 100 * B)
 
 
-def test_arrivals_at_one_rank_are_taken_one_after_another() -> None:
+def test_a_rank_receives_one_message_after_another() -> None:
     receives: Round = (Receive(0, ONE), Receive(1, ((1, 2),)))
     assert run([(Send(2, ONE),)], [(Send(2, ((1, 2),)),)], [receives]) == near(A + 2 * 100 * B)
 
 
-def test_both_directions_work_concurrently() -> None:
+def test_a_rank_sends_and_receives_concurrently() -> None:
     ranks: list[list[Round]] = [[(Send(peer, ONE), Receive(peer, ((1, 2),)))] for peer in (1, 0)]
     assert run(*ranks) == near(A + 100 * B)
 
 
 def test_an_early_message_waits_for_the_round() -> None:
-    # Rank 1 receives from rank 2 first. The message of rank 0 has arrived by then, and costs only its addition.
+    # Rank 1 receives from rank 2 first. Meanwhile rank 0's message arrives, so later only its addition takes time.
     late = [(Receive(2, ((1, 4),)),), (Receive(0, ONE, reduce=True),)]
     assert run([(Send(1, ONE),)], late, [(Send(1, ((1, 4),)),)], gamma=G) == near(A + 400 * B + 100 * G)
 
@@ -193,7 +193,7 @@ def test_a_port_within_the_host_is_separate_from_the_port_to_other_hosts() -> No
     assert predict(schedules, 100, LINK, hosts=[0, 0, 1]) == near(A + 100 * B)
 
 
-def test_copies_cost_nothing_and_empty_rounds_neither() -> None:
+def test_copies_and_empty_rounds_take_no_time() -> None:
     assert run([(Copy(ONE, ((1, 2),)),), ()]) == 0.0
     assert predict([], 8, LINK) == 0.0
 
@@ -204,7 +204,7 @@ def test_endless_waits_are_reported() -> None:
 
 
 @pytest.mark.parametrize("algorithm", EVERY)
-def test_the_same_question_gets_the_same_answer_and_longer_vectors_take_longer(algorithm: Algorithm) -> None:
+def test_predictions_are_reproducible_and_longer_vectors_take_longer(algorithm: Algorithm) -> None:
     schedules = algorithm.schedules(8, pieces=2, hosts=[0, 0, 0, 1, 1, 1, 1, 2])
     short, again, long = (predict(schedules, num_bytes, LINK, gamma_s_per_byte=G) for num_bytes in (10, 10, 10**6))
     assert short == again

@@ -1,4 +1,4 @@
-"""The checker proves every algorithm for every size from 1 to 64."""
+"""The checker accepts every algorithm for every size from 1 to 64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [range(1, 17), range(17, 33), *(pytest.param(range(n, n + 16), marks=pyt
 
 
 def options_of(algorithm: Algorithm, size: int) -> Iterator[dict[str, Any]]:
-    """Other arguments of an algorithm; each gives other schedules."""
+    """Yield the arguments of an algorithm; each set of arguments gives different schedules."""
     for root in sorted({0, size // 2, size - 1}) if algorithm.rooted else [0]:
         for pieces in (1, 3) if algorithm.pipelined else (1,):
             yield {"root": root, "pieces": pieces}
@@ -30,7 +30,7 @@ def options_of(algorithm: Algorithm, size: int) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[0]}-{sizes[-1]}")
 @pytest.mark.parametrize("algorithm", EVERY)
-def test_every_algorithm_is_right_at_every_size(algorithm: Algorithm, sizes: range) -> None:
+def test_every_algorithm_is_correct_for_every_size(algorithm: Algorithm, sizes: range) -> None:
     num_checked = 0
     for size in filter(algorithm.supports, sizes):
         for options in options_of(algorithm, size):
@@ -54,7 +54,7 @@ def test_every_collective_has_an_algorithm_for_every_size() -> None:
             assert any(algorithm.supports(size) for algorithm in algorithms.values())
 
 
-def test_the_table_agrees_with_itself() -> None:
+def test_the_names_in_the_table_are_the_names_of_the_algorithms() -> None:
     names = set()
     for collective, algorithms in ALGORITHMS.items():
         for name, algorithm in algorithms.items():

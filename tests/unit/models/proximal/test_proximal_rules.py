@@ -1,4 +1,4 @@
-"""The arithmetic of delayed block proximal gradient, against brute force."""
+"""The formulas of delayed block proximal gradient equal a search over many candidates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ penalties = st.integers(0, 40).map(lambda number: number / 10)
 
 
 @given(weight=numbers, gradient=numbers, bound=st.floats(0.01, 8), l1=penalties, l2=penalties)
-def test_a_proximal_step_is_the_best_one(weight: float, gradient: float, bound: float, l1: float, l2: float) -> None:
+def test_a_proximal_step_is_optimal(weight: float, gradient: float, bound: float, l1: float, l2: float) -> None:
     def objective(step: Any) -> Any:
         after = weight + step
         return gradient * step + bound * step * step / 2 + l1 * np.abs(after) + l2 * after * after / 2
@@ -55,13 +55,13 @@ def push(store: SparseStore, key: int, *pairs: tuple[float, float]) -> list[floa
 
 def test_a_row_is_described_and_then_steps_within_the_radius() -> None:
     store = SparseStore(dim=2, rule=ProximalNewton(l1=1.0, l2=0.5))
-    assert push(store, 1, (6.0, -3.0)) == [6.0, 3.0]  # three values with mean 2: a unit is a half
-    assert push(store, 1, (-100.0, 4.0)) == [0.5, -100.0]  # by one unit at most
+    assert push(store, 1, (6.0, -3.0)) == [6.0, 3.0]  # three values with mean 2: the first radius is 1 / 2
+    assert push(store, 1, (-100.0, 4.0)) == [0.5, -100.0]  # the step is at most one radius
     assert push(store, 1, (-100.0, 4.0)) == pytest.approx([0.5 + 2 * 0.5 + 0.1 * 0.5, -100.0])
-    assert push(store, 1, (7.0, 0.0))[1] == 7.0  # a sum, which moves nothing
-    assert push(store, 2, (-3.0, -3.0), (0.25, 4.0)) == [-0.0625, 0.25]  # without a penalty
-    assert push(store, 3, (3.0, -3.0), (0.25, 4.0)) == [0.0, 0.25]  # less than the penalty
-    assert push(store, 1, (6.0, -3.0), (0.0, 4.0)) == [0.0, 0.0]  # described again, it begins at 0
+    assert push(store, 1, (7.0, 0.0))[1] == 7.0  # this pair adds to the sum and moves no weight
+    assert push(store, 2, (-3.0, -3.0), (0.25, 4.0)) == [-0.0625, 0.25]  # no penalty applies
+    assert push(store, 3, (3.0, -3.0), (0.25, 4.0)) == [0.0, 0.25]  # the gradient is smaller than the penalty
+    assert push(store, 1, (6.0, -3.0), (0.0, 4.0)) == [0.0, 0.0]  # a new description sets the weight to 0
 
 
 def test_the_rule_is_for_rows_of_two_values() -> None:
@@ -71,7 +71,7 @@ def test_the_rule_is_for_rows_of_two_values() -> None:
 
 
 @given(weight=numbers, gradient=numbers, l1=penalties, l2=penalties)
-def test_only_optimal_weights_have_no_violation(weight: float, gradient: float, l1: float, l2: float) -> None:
+def test_the_violation_is_0_only_for_optimal_weights(weight: float, gradient: float, l1: float, l2: float) -> None:
     found = rules.violations(*(np.array([number]) for number in (weight, gradient, l1, l2)))[0]
     step = proximal_step(*(np.array([number]) for number in (weight, gradient, 1.0, l1, l2)))[0]
     assert found >= 0
@@ -123,7 +123,7 @@ def test_the_ratio_determines_the_number_of_blocks() -> None:
 
 
 @given(st.integers(1, 20), st.integers(0, 25))
-def test_a_moving_block_carries_pending_updates(num_steps: int, max_delay: int) -> None:
+def test_a_block_moves_with_all_blocks_within_the_delay(num_steps: int, max_delay: int) -> None:
     together = [set(moving_with(step, num_steps, max_delay)) for step in range(num_steps)]
     for a in range(num_steps):
         for b in range(num_steps):
@@ -138,9 +138,12 @@ def test_training_ends_when_a_pass_over_all_columns_changes_little() -> None:
     run.note_pass(50.0)
     assert (run.change, run.is_over_all, run.is_over) == (1.0, False, False)
     run.note_pass(49.99)
-    assert (run.is_over_all, run.has_converged) == (True, False)  # the filter may have hidden something
+    assert (run.is_over_all, run.has_converged) == (
+        True,
+        False,
+    )  # the filter may have skipped some columns
     run.note_pass(45.0)
-    assert (run.is_over_all, run.has_converged) == (False, False)  # the filter had hidden something
+    assert (run.is_over_all, run.has_converged) == (False, False)  # the filter had skipped some columns
     run.note_pass(44.99)
     run.note_pass(44.98)
     assert run.has_converged
@@ -219,7 +222,7 @@ def test_a_step_within_the_radii_lowers_the_loss_as_bounded(seed: int, ones: boo
         assert loss(weights + step) <= most + 1e-3 * max(1.0, abs(most))
 
 
-def test_values_of_zero_are_no_values_and_columns_are_sorted_by_place() -> None:
+def test_values_of_zero_are_dropped_and_columns_are_sorted_by_place() -> None:
     batch = Batch(
         np.array([1, 0, 1], np.float32),
         np.array([0, 2, 3, 4], np.int64),
@@ -232,7 +235,7 @@ def test_values_of_zero_are_no_values_and_columns_are_sorted_by_place() -> None:
     assert (columns.num_examples, columns.num_values, len(columns.weights)) == (3, 2, 0)
     assert columns.magnitudes().tolist() == [6.0, 3.0]
     assert columns.rows.tolist() == [0, 1, 0, 1, 2]
-    values = np.array([1e12, 1e-6, 2e-6, -4e-6], np.float32)  # summed one by one, 1e12 leaves no digits of the others
+    values = np.array([1e12, 1e-6, 2e-6, -4e-6], np.float32)  # in one running sum, 1e12 would absorb the other values
     wide = by_column(Batch(np.zeros(2, np.float32), np.array([0, 3, 4]), np.array([5, 6, 7, 7], np.uint64), values))
     known = dict(zip(wide.keys.tolist(), wide.magnitudes().tolist(), strict=True))
     assert [known[key] for key in (5, 6, 7, int(BIAS_KEY))] == pytest.approx([1e12, 1e-6, 6e-6, 2.0], rel=1e-6)
