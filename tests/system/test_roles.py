@@ -161,7 +161,7 @@ def test_servers_and_workers_wait_for_a_late_scheduler(paceline: Commands, tmp_p
     end(scheduler, *roles, joined)
     in_vain = paceline.run("server", "--join", *joining, "--wait", "2.5")
     assert (in_vain.status, len(in_vain.err.splitlines())) == (1, 2), in_vain
-    assert f"no scheduler answered within 2.5 s: cannot reach tcp://{address}: no process listens" in in_vain.err
+    assert f"the scheduler did not answer within 2.5 s: cannot reach tcp://{address}: no process listens" in in_vain.err
 
 
 def token(folder: Path, text: str) -> Path:

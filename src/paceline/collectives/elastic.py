@@ -33,6 +33,7 @@ from paceline.errors import (
 )
 from paceline.meeting.coordinator import COORDINATOR, NEWCOMERS, quorum_prefix, request_quorum
 from paceline.meeting.network_store import NetworkStore
+from paceline.meeting.rendezvous import own_host
 from paceline.meeting.store import MemoryStore, PrefixStore
 from paceline.protocol.balance import Balance
 from paceline.protocol.quorum import JoinRequest, LeaveNotice, QuorumMember, QuorumReport, RetryJoin, StartQuorum
@@ -81,6 +82,7 @@ class ElasticGroup(Closing):
         choose their shares of a step from these times.
         """
         self._token, self._tls, self.timeout = token, tls, timeout
+        self._host = own_host(address.host)
         hello = Hello(role="rank", rank=member, incarnation=member, to=COORDINATOR)
         self._store = NetworkStore(address, token, hello, timeout_s=timeout.total_seconds(), tls=tls)
         self._rules = QuorumMember(member, has_state=not is_newcomer)
@@ -294,8 +296,8 @@ class ElasticGroup(Closing):
             rank, size = start.members.index(self._rules.member), len(start.members)
             try:
                 self._group = join(
-                    store, rank, size, token=self._token, tls=self._tls, name=f"quorum {start.quorum}",
-                    timeout=self.timeout,
+                    store, rank, size, token=self._token, host=self._host, tls=self._tls,
+                    name=f"quorum {start.quorum}", timeout=self.timeout,
                 )  # fmt: skip
             except (PeerError, AddressError):
                 start = self._request(self._rules.report())

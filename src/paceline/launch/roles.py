@@ -66,8 +66,14 @@ class Joining:
         reach(lambda: transport.connect(self.scheduler, hello, timeout_s=_CONNECT_S), patience_s, check).close()
 
 
-def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[], None] = lambda: None) -> _Reached:
-    """Call `check` and `connect` until a scheduler answers. Raises DeadlineError after `patience_s`."""
+def reach(
+    connect: Callable[[], _Reached],
+    patience_s: float,
+    check: Callable[[], None] = lambda: None,
+    *,
+    name: str = "the scheduler",
+) -> _Reached:
+    """Call `check` and `connect` until the process called `name` answers. Raises DeadlineError after `patience_s`."""
     deadline, backoff = time.monotonic() + patience_s, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     while True:
         check()
@@ -75,7 +81,7 @@ def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[]
             return connect()
         except (AddressError, ConnectionLostError, DeadlineError) as error:
             if time.monotonic() >= deadline:
-                raise DeadlineError(f"no scheduler answered within {patience_s:g} s: {error}") from None
+                raise DeadlineError(f"{name} did not answer within {patience_s:g} s: {error}") from None
         time.sleep(backoff.next_s(deadline - time.monotonic()))
 
 

@@ -3,21 +3,38 @@
 The coordinator forms *quorums*, which are numbered sets of ranks that train together. A rank sends its requests with
 :func:`request_quorum`, and the answer arrives when the next quorum starts. The ranks of quorum 5 use keys of the store
 that begin with ``quorum 5/``. These keys are removed when quorum 6 starts, or when a rank of quorum 5 is lost.
+
+The launcher of node 0 owns a :class:`CoordinatorServer`. The launchers of other nodes report the starts and ends of
+their ranks through a :class:`CoordinatorClient`, which has the same methods.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import secrets
+import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Final
 
 import msgspec
 from typing_extensions import override
 
 from paceline.closing import Closing
-from paceline.errors import PacelineError, RankLostError
+from paceline.errors import AddressError, PacelineError, RankLostError
 from paceline.meeting.network_store import NetworkStore, ServedStore, StoreCall, StoreServer
+from paceline.protocol.launchers import (
+    LauncherAnswer,
+    LauncherBeat,
+    LauncherEnd,
+    LauncherRequest,
+    Launchers,
+    RankEnd,
+    RankStart,
+)
 from paceline.protocol.quorum import (
     AnnounceNewcomers,
     BreakQuorum,
@@ -46,6 +63,11 @@ NEWCOMERS = "newcomers"
 """The key that is set, with the prefix of the current quorum, when new processes wait to join."""
 ENDED = "the training has ended"
 """The key that is set when all members have ended. Ranks that are paused, and therefore in no quorum, wait for it."""
+_LEAVE_S: Final = 2.0
+_BEAT_S: Final = 0.5
+"""The interval of a launcher's requests, at most."""
+_decode_launcher_request = reader(LauncherRequest, "a request of a launcher")
+_decode_launcher_answer = reader(LauncherAnswer, "an answer to a launcher")
 _decode_request = reader(JoinRequest | QuorumReport | LeaveNotice, "a request to the coordinator")
 _decode_answer = reader(StartQuorum | RetryJoin | None, "an answer of the coordinator")
 
@@ -72,10 +94,14 @@ def request_quorum(
 class _CoordinatedStore(ServedStore):
     """The store, the coordinator, and the requests that wait for its answer. Only the event loop's thread uses it."""
 
-    def __init__(self, coordinator: Coordinator, expel: Callable[[int], None], fail: Callable[[str], None]) -> None:
+    def __init__(self, coordinator: Coordinator, launchers: Launchers, expel: Callable[[int], None]) -> None:
         super().__init__()
         self.coordinator = coordinator
-        self._expel, self._fail = expel, fail
+        self.launchers = launchers
+        self.failure: str | None = None
+        self._expel = expel
+        self._launcher_of: dict[Peer, tuple[int, int]] = {}
+        """Node and number of the launcher at the other end of a connection."""
         self._waiting: dict[int, tuple[Peer, Header]] = {}
         self._first_usable = 0
         """The lowest quorum number whose keys are still valid. Requests for keys of lower numbers fail."""
@@ -83,6 +109,9 @@ class _CoordinatedStore(ServedStore):
 
     @override
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        if header.kind == StoreCall.LAUNCHER:
+            self._answer_launcher(peer, _decode_launcher_request(body))
+            return
         if header.kind != StoreCall.QUORUM:
             super().frame_received(peer, header, meta, body)
             return
@@ -101,6 +130,32 @@ class _CoordinatedStore(ServedStore):
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         super().disconnected(peer, reason)
         self._waiting = {member: waiting for member, waiting in self._waiting.items() if waiting[0] is not peer}
+        launcher = self._launcher_of.pop(peer, None)
+        if launcher is not None:
+            self.lose(self.launchers.disconnected(*launcher))
+
+    def _answer_launcher(self, peer: Peer, request: LauncherRequest) -> None:
+        self.lose(self.launchers.heard(request, time.monotonic()))
+        self._launcher_of[peer] = (request.node, request.launcher)
+        member, has_joined = 0, False
+        match request:
+            case RankStart():
+                member = self.launchers.start(request)
+                self.coordinator.started(member)
+            case RankEnd():
+                has_joined = self.coordinator.has_joined(request.member)
+                self.launchers.ended(request)
+                self.carry_out(self.coordinator.ended(request.member, is_failure=request.is_failure))
+            case LauncherEnd():
+                self.lose(self.launchers.left(request))
+        answer = LauncherAnswer(self.failure, self.launchers.lost_members(request.node), member, has_joined)
+        peer.send(*frame_parts(StoreCall.DONE, body=msgspec.msgpack.encode(answer)))
+        self._set_timer()
+
+    def lose(self, members: Iterable[int]) -> None:
+        """Continue without the members of a lost launcher."""
+        for member in members:
+            self.carry_out(self.coordinator.ended(member, is_failure=True))
 
     def carry_out(self, instructions: Iterable[QuorumInstruction]) -> None:
         for instruction in instructions:
@@ -121,9 +176,10 @@ class _CoordinatedStore(ServedStore):
                 case BreakQuorum(quorum=quorum):
                     self._drop_before(quorum + 1)
                 case ExpelMember(member=member):
-                    self._expel(member)
+                    if not self.launchers.expel(member):
+                        self._expel(member)
                 case FailTraining(reason=reason):
-                    self._fail(reason)
+                    self.failure = reason
         if self.coordinator.is_over:
             self.set(ENDED, b"")
         self._set_timer()
@@ -152,12 +208,14 @@ class _CoordinatedStore(ServedStore):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline_s = self.coordinator.deadline_s
+        deadlines_s = [self.coordinator.deadline_s, self.launchers.deadline_s]
+        deadline_s = min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
         if deadline_s is not None:
             wait_s = max(deadline_s - time.monotonic(), 0.0)
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._pass_time)
 
     def _pass_time(self) -> None:
+        self.lose(self.launchers.time_passed(time.monotonic()))
         self.carry_out(self.coordinator.time_passed(time.monotonic()))
 
 
@@ -165,38 +223,183 @@ def _ended(quorum: int) -> PacelineError:
     return RankLostError(f"quorum {quorum} has ended, because a rank was lost or another quorum has started")
 
 
-class CoordinatorServer(Closing):
+class LauncherCoordinator(Closing):
+    """What a launcher tells the coordinator: the starts and ends of its ranks."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> str | None:
+        """The reason for which the training cannot continue; None if it can."""
+
+    @property
+    @abstractmethod
+    def must_serve(self) -> bool:
+        """Whether other launchers still need this process."""
+
+    @abstractmethod
+    def started(self, rank: int) -> int:
+        """Announce a new process of a rank; return the process's unique number (incarnation)."""
+
+    @abstractmethod
+    def ended(self, member: int, *, is_failure: bool) -> bool:
+        """Record that a process has ended. Return whether it took part in the training."""
+
+    @abstractmethod
+    def take_notes(self) -> list[str]:
+        """Return new notes for the user about other nodes."""
+
+
+class CoordinatorServer(LauncherCoordinator):
     """A coordinator and its store. A background thread serves them until :meth:`close`. All methods are thread-safe.
 
-    The thread calls `expel` with the number (incarnation) of a process that was declared lost and must end.
+    The thread calls `expel` with the number (incarnation) of a process of this launcher that was declared lost and must
+    end.
     """
 
     def __init__(
-        self, coordinator: Coordinator, address: Address, token: str, tls: TLS | None, expel: Callable[[int], None]
+        self,
+        coordinator: Coordinator,
+        launchers: Launchers,
+        address: Address,
+        token: str,
+        tls: TLS | None,
+        expel: Callable[[int], None],
     ) -> None:
         """Start the server. Raises AddressError if it cannot listen at the address."""
-        self.failure: str | None = None
-        """The reason for which the training cannot continue; None if it can."""
-        self._coordinator = coordinator
-        self._store = _CoordinatedStore(coordinator, expel, self._record_failure)
+        self._store = _CoordinatedStore(coordinator, launchers, expel)
         self._server = StoreServer(address, token, Hello(role=COORDINATOR), tls, store=self._store)
         self.address = self._server.address
 
-    def _record_failure(self, reason: str) -> None:
-        self.failure = reason
+    @property
+    @override
+    def failure(self) -> str | None:
+        return self._store.failure
 
-    def started(self, member: int) -> None:
-        """Record that a new process was started, so that the coordinator expects its request."""
-        self._server.call(lambda: self._coordinator.started(member))
+    @property
+    @override
+    def must_serve(self) -> bool:
+        return self._store.launchers.num_living > 0
 
-    def ended(self, member: int, *, is_failure: bool) -> None:
-        """Record that a process has ended. It no longer takes part in the training."""
-        self._server.call(lambda: self._store.carry_out(self._coordinator.ended(member, is_failure=is_failure)))
+    @override
+    def started(self, rank: int) -> int:
+        def start() -> int:
+            member = self._store.launchers.new_member(rank)
+            self._store.coordinator.started(member)
+            return member
+
+        return self._server.call(start)
+
+    @override
+    def ended(self, member: int, *, is_failure: bool) -> bool:
+        def end() -> bool:
+            has_joined = self._store.coordinator.has_joined(member)
+            self._store.carry_out(self._store.coordinator.ended(member, is_failure=is_failure))
+            return has_joined
+
+        return self._server.call(end)
 
     def has_joined(self, member: int) -> bool:
         """Return whether a process that has not ended takes or took part in the training."""
-        return self._coordinator.has_joined(member)
+        return self._store.coordinator.has_joined(member)
+
+    @override
+    def take_notes(self) -> list[str]:
+        launchers = self._store.launchers
+        notes, launchers.notes = launchers.notes, []
+        return notes
 
     @override
     def close(self) -> None:
+        if self._store.failure is None:
+            self._store.failure = "the launcher of node 0 has ended"  # for launchers that still send requests
         self._server.close()
+
+
+class CoordinatorClient(LauncherCoordinator):
+    """The connection of another node's launcher to the coordinator. A thread sends a request regularly.
+
+    The thread calls `expel` with the number of a process that must end. If the coordinator does not answer for
+    `timeout_s` seconds, :attr:`failure` says so.
+    """
+
+    must_serve = False
+
+    def __init__(
+        self,
+        address: Address,
+        token: str,
+        tls: TLS | None,
+        expel: Callable[[int], None],
+        *,
+        node: int,
+        timeout_s: float,
+    ) -> None:
+        """Connect to the coordinator. Raises the errors of :meth:`Transport.connect`."""
+        self._node, self._number = node, secrets.randbits(48)
+        self._timeout_s = timeout_s
+        self._expel = expel
+        self._failure: str | None = None
+        self._serials = itertools.count()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        hello = Hello(role="launcher", rank=node, incarnation=self._number, to=COORDINATOR)
+        self._store = NetworkStore(address, token, hello, timeout_s=timeout_s, tls=tls)
+        self._thread = threading.Thread(target=self._beat, name="paceline-launcher", daemon=True)
+        self._thread.start()
+
+    @property
+    @override
+    def failure(self) -> str | None:
+        return self._failure
+
+    @override
+    def started(self, rank: int) -> int:
+        return self._request(RankStart(self._node, self._number, next(self._serials), rank)).member
+
+    @override
+    def ended(self, member: int, *, is_failure: bool) -> bool:
+        return self._request(RankEnd(self._node, self._number, member, is_failure)).has_joined
+
+    @override
+    def take_notes(self) -> list[str]:
+        return []
+
+    def _beat(self) -> None:
+        while not self._stop.wait(min(_BEAT_S, self._timeout_s / 4)) and self._failure is None:
+            self._request(LauncherBeat(self._node, self._number))
+
+    def _request(self, request: LauncherRequest) -> LauncherAnswer:
+        """Return the coordinator's answer, or an answer with a failure after the time limit."""
+        deadline_s = time.monotonic() + self._timeout_s
+        body = msgspec.msgpack.encode(request)
+        while self._failure is None:
+            try:
+                with self._lock:  # the coordinator detects the loss of the one connection
+                    answer: LauncherAnswer = _decode_launcher_answer(
+                        self._store.call(StoreCall.LAUNCHER, max(deadline_s - time.monotonic(), 0.1), body=body)
+                    )
+            except RankLostError as error:
+                self._failure = str(error)
+            except PacelineError as error:
+                # AddressError: no process listens, so the launcher of node 0 has ended.
+                if isinstance(error, AddressError) or time.monotonic() >= deadline_s:
+                    self._failure = f"node 0 does not answer: {error}"
+                elif self._stop.wait(_BEAT_S):
+                    break
+            else:
+                self._failure = answer.failure
+                for member in answer.lost:
+                    self._expel(member)
+                return answer
+        return LauncherAnswer(self._failure)
+
+    @override
+    def close(self) -> None:
+        """End the launcher's part: its processes have ended. Idempotent."""
+        if self._stop.is_set():
+            return
+        self._timeout_s = _LEAVE_S
+        self._request(LauncherEnd(self._node, self._number))
+        self._stop.set()
+        self._store.close()
+        self._thread.join()

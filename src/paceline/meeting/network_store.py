@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from typing_extensions import override
@@ -28,6 +28,7 @@ from paceline.transport.security.authentication import Hello
 from paceline.transport.sockets import SocketTransport
 from paceline.transport.tls.contexts import TLS
 
+_Result = TypeVar("_Result")
 LIMITS = Limits(max_frame_bytes=1 << 26, max_meta_bytes=1 << 16)
 _LINGER_S = 2.0
 _ANSWER_S = 30.0
@@ -43,6 +44,7 @@ class StoreCall(IntEnum):
     COLLECT = FIRST_APPLICATION_KIND + 2
     DONE = FIRST_APPLICATION_KIND + 3
     QUORUM = FIRST_APPLICATION_KIND + 4
+    LAUNCHER = FIRST_APPLICATION_KIND + 5
 
 
 class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -196,19 +198,18 @@ class StoreServer:
             except RuntimeError:
                 pass  # the event loop has ended
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Call a function in the event loop's thread, wait for its end, and raise its error if it fails."""
-        done: Future[None] = Future()
+    def call(self, function: Callable[[], _Result]) -> _Result:
+        """Call a function in the event loop's thread. Return its result, or raise its error."""
+        done: Future[_Result] = Future()
 
         def run() -> None:
             try:
-                function()
-                done.set_result(None)
+                done.set_result(function())
             except BaseException as error:
                 done.set_exception(error)
 
         self.call_soon(run)
-        done.result(_ANSWER_S)
+        return done.result(_ANSWER_S)
 
     def close(self) -> None:
         """Stop serving when all clients have disconnected, or after two seconds. Idempotent."""

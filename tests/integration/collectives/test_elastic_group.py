@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pytest
 from paceline.collectives.elastic import ElasticGroup
 from paceline.errors import GroupClosedError, MismatchError, RankLostError
 from paceline.meeting.coordinator import CoordinatorServer
+from paceline.protocol.launchers import Launchers
 from paceline.protocol.quorum import Coordinator
 from paceline.transport import Address, make_token
 
@@ -25,9 +27,11 @@ class Training:
         self.expelled: list[int] = []
         self.token = make_token()
         coordinator = Coordinator(range(3), min_ranks=1, max_ranks=3, report_timeout_s=1.0)
+        launchers = Launchers(3, timeout_s=30.0, start_by_s=math.inf)
         self.server = CoordinatorServer(
-            coordinator, Address("tcp", "127.0.0.1", 0), self.token, None, self.expelled.append
+            coordinator, launchers, Address("tcp", "127.0.0.1", 0), self.token, None, self.expelled.append
         )
+        assert [self.server.started(rank) for rank in range(3)] == [0, 1, 2]
 
     def join(self, member: int) -> ElasticGroup:
         group = ElasticGroup(
@@ -116,7 +120,7 @@ def test_different_calls_are_an_error_on_every_rank(training: Training) -> None:
 
 def test_a_process_is_dismissed_after_the_end(training: Training) -> None:
     training.run(lambda group: group.barrier(), 0, 1, 2)
-    training.server.started(3)
+    assert training.server.started(0) == 3
     for member in range(3):
         training.server.ended(member, is_failure=False)
     with pytest.raises(GroupClosedError, match="has ended"):

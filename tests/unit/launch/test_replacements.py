@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -14,7 +14,7 @@ from paceline.launch.run.elastic import ElasticRun
 from paceline.launch.run.plan import RankPlan
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.supervisor import Child
-from paceline.meeting.coordinator import CoordinatorServer
+from paceline.protocol.quorum import Coordinator
 from paceline.strategies import ElasticOptions
 from paceline.transport import Address, make_token
 
@@ -26,8 +26,16 @@ class Run:
         self.started: list[Rank] = []
         self.processes = RankProcesses()
         plans = [RankPlan(rank=rank, environment={}) for rank in range(3)]
-        options: Any = {"address": Address("tcp", "127.0.0.1", 0), "token": make_token(), "tls": None}
-        self.elastic = ElasticRun(ElasticOptions(min_ranks=1, num_ranks=3), plans, self._start, **options)
+        self.elastic = ElasticRun(
+            ElasticOptions(min_ranks=1, num_ranks=3),
+            plans,
+            self._start,
+            node=0,
+            address=Address("tcp", "127.0.0.1", 0),
+            token=make_token(),
+            tls=None,
+            timeout_s=30.0,
+        )
         self.elastic.start_all()
 
     def _start(self, plan: RankPlan) -> Rank:
@@ -58,7 +66,7 @@ def run() -> Iterator[Run]:
 def test_ranks_that_fail_early_are_replaced_five_times(
     run: Run, monkeypatch: pytest.MonkeyPatch, *, takes_part: bool
 ) -> None:
-    monkeypatch.setattr(CoordinatorServer, "has_joined", lambda self, member: takes_part)
+    monkeypatch.setattr(Coordinator, "has_joined", lambda self, member: takes_part)
     ends = [run.end_last(1) for _ in range(6)]
     assert [pause_s for _, pause_s in ends[:-1]] == pytest.approx([1.0, 2.0, 4.0, 8.0, 16.0], abs=0.5)
     assert ends[-1][1] is None
@@ -71,6 +79,6 @@ def test_ranks_that_fail_early_are_replaced_five_times(
 def test_ranks_that_are_killed_after_they_took_part_are_always_replaced(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CoordinatorServer, "has_joined", lambda self, member: True)
+    monkeypatch.setattr(Coordinator, "has_joined", lambda self, member: True)
     pauses = [run.end_last(-signal.SIGKILL)[1] for _ in range(10)]
     assert pauses == pytest.approx([0.0] * 10, abs=0.5)

@@ -1,4 +1,4 @@
-"""Run ranks that may die without ending the run: serve their coordinator, and replace dead ranks."""
+"""Run ranks that may die without ending the run: replace dead ranks, and serve the coordinator on node 0."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Final
 from typing_extensions import override
 
 from paceline.closing import Closing
+from paceline.launch.roles import reach
 from paceline.launch.run.plan import RankPlan
 from paceline.launch.run.processes import Rank, RankProcesses
+from paceline.launch.run.setup import PATIENCE_S
 from paceline.launch.supervisor import describe_status
-from paceline.meeting.coordinator import CoordinatorServer
+from paceline.meeting.coordinator import CoordinatorClient, CoordinatorServer, LauncherCoordinator
+from paceline.protocol.launchers import Launchers
 from paceline.protocol.quorum import Coordinator
 from paceline.strategies import ElasticOptions
 from paceline.transport import TLS, Address
@@ -32,7 +35,7 @@ _KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class ElasticRun(Closing):
-    """Serves the coordinator of a run, and starts a new process for each dead rank."""
+    """Starts the ranks of this node, and a new process for each dead rank. Node 0 also serves the coordinator."""
 
     def __init__(
         self,
@@ -40,37 +43,50 @@ class ElasticRun(Closing):
         plans: Sequence[RankPlan],
         start: Callable[[RankPlan], Rank],
         *,
+        node: int,
         address: Address,
         token: str,
         tls: TLS | None,
+        timeout_s: float,
     ) -> None:
-        """`start` starts a rank's process. Raises AddressError if `address` is not free for the coordinator."""
+        """`start` starts a rank's process. The launcher of node 0 serves the coordinator at `address`.
+
+        A launcher is lost if node 0 receives no message from it for `timeout_s` seconds. Raises AddressError if the
+        address is not free on node 0, and DeadlineError if node 0 does not answer on another node.
+        """
         self._start = start
         self._plans = {plan.rank: plan for plan in plans}
         self._ranks: dict[int, Rank] = {}
         """The living ranks by the unique number (incarnation) of their process."""
         self._started_s: dict[int, float] = {}
-        self._next_member = 0
         self._due: list[tuple[float, int]] = []
         """The replacements to start: the time of the start and the number of the rank."""
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._num_failed_starts = 0
         self._is_over = False
-        coordinator = Coordinator(
-            range(len(plans)),
-            min_ranks=options.min_ranks,
-            max_ranks=options.num_ranks,
-            report_timeout_s=_REPORT_TIMEOUT_S,
-        )
-        self._server = CoordinatorServer(coordinator, address, token, tls, self._expel)
+        self._coordinator: LauncherCoordinator
+        if node:
+            self._coordinator = reach(
+                lambda: CoordinatorClient(address, token, tls, self._expel, node=node, timeout_s=timeout_s),
+                PATIENCE_S,
+                name="node 0",
+            )
+        else:
+            rules = Coordinator(
+                range(options.num_ranks),
+                min_ranks=options.min_ranks,
+                max_ranks=options.num_ranks,
+                report_timeout_s=_REPORT_TIMEOUT_S,
+            )
+            launchers = Launchers(options.num_ranks, timeout_s=timeout_s, start_by_s=time.monotonic() + PATIENCE_S)
+            self._coordinator = CoordinatorServer(rules, launchers, address, token, tls, self._expel)
 
     def start_all(self) -> None:
         for number in self._plans:
             self._start_rank(number)
 
     def _start_rank(self, number: int) -> Rank:
-        member, self._next_member = self._next_member, self._next_member + 1
-        self._server.started(member)
+        member = self._coordinator.started(number)
         self._started_s[member] = time.monotonic()
         plan = self._plans[number]
         rank = self._start(replace(plan, environment={**plan.environment, "PACELINE_INCARNATION": str(member)}))
@@ -79,21 +95,31 @@ class ElasticRun(Closing):
 
     def failure(self) -> str | None:
         """Return the reason why the ranks cannot continue; None if they can."""
-        return self._server.failure
+        return self._coordinator.failure
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether this launcher continues without a living rank: a rank will start, or other launchers need node 0."""
+        if self._coordinator.failure is not None:
+            return False
+        return self._coordinator.must_serve or (bool(self._due) and not self._is_over)
+
+    def notes(self) -> list[str]:
+        """Return new notes for the user about other nodes."""
+        return self._coordinator.take_notes()
 
     def ended(self, rank: Rank) -> str | None:
         """Handle the end of a rank. Return a message for the user; None if the status is 0."""
         member = next(member for member, other in self._ranks.items() if other is rank)
         del self._ranks[member]
         life_s = time.monotonic() - self._started_s.pop(member)
-        took_part = self._server.has_joined(member)
-        self._server.ended(member, is_failure=bool(rank.status))
+        took_part = self._coordinator.ended(member, is_failure=bool(rank.status))
         if not rank.status:
             self._is_over = self._is_over or took_part  # the training is over, unless the rank never took part
             return None
         assert rank.status is not None
         text = f"paceline run: rank {rank.rank} {describe_status(rank.status)}"
-        if self._is_over or self._server.failure is not None:
+        if self._is_over or self._coordinator.failure is not None:
             return text
         if took_part and (rank.status in _KILLED or life_s > _EARLY_S):
             self._backoff.reset()
@@ -115,7 +141,7 @@ class ElasticRun(Closing):
 
     def replace(self, processes: RankProcesses, time_s: float) -> list[Rank]:
         """Start the replacements that are due, and return them."""
-        if self._is_over or self._server.failure is not None:
+        if self._is_over or self._coordinator.failure is not None:
             self._due = []
         due = [number for due_s, number in self._due if due_s <= time_s]
         self._due = [(due_s, number) for due_s, number in self._due if due_s > time_s]
@@ -129,4 +155,4 @@ class ElasticRun(Closing):
 
     @override
     def close(self) -> None:
-        self._server.close()
+        self._coordinator.close()

@@ -116,7 +116,7 @@ class RunLoop:
             for rank in self._processes.ranks:
                 _read_from(rank, selector)
             checks_at = glimpses_at = 0.0
-            while self._processes.living():
+            while self._processes.living() or self._must_wait(signals):
                 time_s = time.monotonic()
                 events = selector.select(self._patience(time_s, signals))
                 must_check = time.monotonic() >= checks_at or not signals.is_awake
@@ -141,6 +141,10 @@ class RunLoop:
                     for rank in self._elastic.replace(self._processes, time_s):
                         _read_from(rank, selector)
         return self._finish(signals)
+
+    def _must_wait(self, signals: Signals) -> bool:
+        """Whether an elastic run continues without a living rank on this node."""
+        return self._elastic is not None and self._elastic.must_wait and signals.first is None
 
     def _patience(self, time_s: float, signals: Signals) -> float:
         if not signals.is_awake:
@@ -172,6 +176,9 @@ class RunLoop:
                 message = self._elastic.ended(rank)
                 if message is not None and signals.first is None:
                     self._screen.write_bytes(f"{message}\n".encode(), is_error=True)
+        if self._elastic is not None and signals.first is None:
+            for note in self._elastic.notes():
+                self._screen.write_bytes(f"paceline run: {note}\n".encode(), is_error=True)
         if self._lost_server is None and signals.first is None:
             self._lost_server = self._find_lost_server()
 

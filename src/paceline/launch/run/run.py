@@ -30,7 +30,7 @@ from paceline.launch.run.plan import (
 )
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.servers import RunServers
-from paceline.launch.run.setup import PATIENCE_S, Setup, find_placement, plan_cluster, plan_node
+from paceline.launch.run.setup import PATIENCE_S, Setup, coordinator_address, find_placement, plan_cluster, plan_node
 from paceline.launch.run.streams import check_log_dir
 from paceline.launch.screen import Screen
 from paceline.protocol import Accept, parse_stale_policy
@@ -38,13 +38,13 @@ from paceline.ps import messages
 from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.strategies import ElasticOptions, StrategySpec
 from paceline.tables.memory.limit import MemoryLimit
-from paceline.transport import Address, SocketTransport
+from paceline.transport import SocketTransport
 
 _OPTIONS_OF_RUN = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}  # scripts rarely have options with these names
 _DATA_SUFFIXES = {".csv", ".gz", ".jsonl", ".npy", ".npz", ".parquet", ".svm", ".tsv", ".txt", ".vw", ".zst"}
 _MOST_SCRIPT_BYTES = 16 << 20
 _HEARTBEAT_TIMEOUT_S = 30.0
-"""The scheduler declares a process dead after this time without a heartbeat.
+"""The scheduler declares a process dead after this time without a heartbeat, as node 0 does with a launcher.
 
 The time is long, because a rank may be busy. A killed process is detected earlier by its broken connection.
 """
@@ -77,7 +77,7 @@ def run_script(options: RunOptions) -> int:
             heartbeat_timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
         )
     else:
-        _check_no_servers(options, memory_limit, choice.name)
+        _check_no_servers(options, memory_limit, setup)
     if memory_limit is not None and memory_limit.warning is not None:
         print(f"paceline run: {memory_limit.warning}", file=sys.stderr)
     if options.log_dir is not None:
@@ -194,8 +194,16 @@ def _run_ranks(
             if elastic_options is None:
                 start(*plans)
             else:
-                address = Address("tcp", layout.master_addr, layout.master_port)
-                elastic = ElasticRun(elastic_options, plans, start, address=address, token=setup.token, tls=setup.tls)
+                elastic = ElasticRun(
+                    elastic_options,
+                    plans,
+                    start,
+                    node=layout.node,
+                    address=coordinator_address(layout),
+                    token=setup.token,
+                    tls=setup.tls,
+                    timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
+                )
                 stack.callback(elastic.close)
                 elastic.start_all()
             if signals.first is not None:  # the signal arrived before all ranks were started
@@ -258,23 +266,24 @@ def _is_python(script: Path) -> bool:
 
 
 def _check_elastic(options: RunOptions) -> None:
-    for name, value in (("--nnodes", options.nnodes), ("--cluster", options.cluster), ("--filters", options.filters)):
-        if value is not None and value not in (1, "none"):
+    for name, value in (("--cluster", options.cluster), ("--filters", options.filters)):
+        if value is not None and value != "none":
             raise UsageError(f"{name} {value}: not supported with --min-ranks. Leave it out")
 
 
-def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, strategy: str) -> None:
+def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, setup: Setup) -> None:
+    has_launchers = isinstance(setup.choice.options, ElasticOptions) and setup.has_other_nodes
     given = {
         "--stale": options.stale,
         "--min-replicas": options.pushes.min_replicas,
         "--non-finite": options.pushes.non_finite,
         "--memory-limit": None if memory_limit is None else memory_limit.num_bytes,
-        "--heartbeat-timeout": options.heartbeat_timeout,
+        "--heartbeat-timeout": None if has_launchers else options.heartbeat_timeout,
     }
     for name, value in given.items():
         if value is not None:
             shown = f"{value:g}" if isinstance(value, float) else value
-            raise UsageError(f"strategy {strategy} has no servers. Leave {name} {shown} out")
+            raise UsageError(f"strategy {setup.choice.name} has no servers. Leave {name} {shown} out")
 
 
 def _check_module(name: str) -> None:

@@ -26,7 +26,7 @@ from paceline.launch.run.plan import (
 )
 from paceline.meeting.credentials import job_token
 from paceline.meeting.rendezvous import is_loopback, own_host, port_of_job
-from paceline.strategies import STRATEGIES, ElasticOptions, StrategyChoice, choose_strategy, needs_servers
+from paceline.strategies import STRATEGIES, StrategyChoice, choose_strategy, needs_servers
 from paceline.transport import TLS, Address
 from paceline.transport.addresses import LOOPBACK, bind_tcp
 from paceline.transport.security.authentication import MAKE_TOKEN, check_or_make_token, check_token
@@ -50,6 +50,11 @@ class Setup:
     """This launcher's part of a cluster that several machines share; None: the whole cluster."""
     num_cores: int
     """Number of cores for all ranks on this machine."""
+
+    @property
+    def has_other_nodes(self) -> bool:
+        """Whether other launchers start ranks too."""
+        return self.layout is None or self.num_ranks > len(self.layout.ranks)
 
 
 def find_placement(options: RunOptions) -> Placement | None:
@@ -79,11 +84,6 @@ def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
     else:
         layout = _lay_out_launcher(options, placement)
     choice = _choose(options, layout.world_size)
-    if isinstance(choice.options, ElasticOptions) and placement is not None and placement.num_launchers > 1:
-        raise UsageError(
-            f"--min-ranks {choice.options.min_ranks}: supported for one launcher, but mpirun or srun has started "
-            f"{placement.num_launchers}"
-        )
     if not layout.master_port:
         layout = _with_free_port(layout)
     elif layout.node == 0 and options.job != "server":
@@ -249,6 +249,12 @@ def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
     )
 
 
+def coordinator_address(layout: Layout) -> Address:
+    """Return the address of an elastic training's coordinator; on node 0, the address to bind."""
+    address = Address("tcp", layout.master_addr, layout.master_port)
+    return address if layout.node else _bindable(address)
+
+
 def _bindable(place: Address) -> Address:
     """Return the address to bind for a public address. On its host, the host's name may resolve to loopback."""
     return Address("tcp", own_host(place.host), place.port)
@@ -304,7 +310,4 @@ def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None) -> t
     layout = _lay_out_node(replace(options, master_addr=LOOPBACK))
     num_nodes = options.nnodes or 1
     choice = _choose(options, layout.world_size if num_ranks is None else sum(num_ranks))
-    if isinstance(choice.options, ElasticOptions) and num_nodes > 1:
-        minimum = choice.options.min_ranks
-        raise UsageError(f"--min-ranks {minimum}: supported on one machine, not on {num_nodes}")
     return len(layout.ranks), choice.servers, num_nodes

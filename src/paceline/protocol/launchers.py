@@ -1,0 +1,207 @@
+"""Track the launchers of an elastic training on several nodes.
+
+Each node has one launcher, which starts the node's ranks. The launcher of node 0 serves the coordinator and these
+records. The other launchers send it a request at each start and end of a rank, and regularly in between. A launcher is
+*lost* when its connection breaks or no request arrives for a time limit. Then all its ranks are lost, and the other
+ranks continue without them. If a lost launcher sends a request again, the answer names its lost ranks. The launcher
+ends and replaces them. A new launcher with the number of a node replaces the old launcher.
+
+A *member* is the incarnation of a rank's process, as in :mod:`paceline.protocol.quorum`. Pure: the runtime is
+:mod:`paceline.meeting.coordinator`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
+
+from paceline.errors import RankLostError
+from paceline.protocol.bounds import Number
+
+# Requests of launchers, and the answer.
+
+
+class RankStart(Struct, frozen=True, array_like=True, tag=True):
+    """A launcher will start a process of a rank, and asks for its number."""
+
+    node: Number
+    launcher: Number
+    serial: Number
+    """The number of this start among those of the launcher. A repeated request has the same serial number."""
+    rank: Number
+
+
+class RankEnd(Struct, frozen=True, array_like=True, tag=True):
+    """A process of a rank has ended."""
+
+    node: Number
+    launcher: Number
+    member: Number
+    is_failure: bool
+
+
+class LauncherBeat(Struct, frozen=True, array_like=True, tag=True):
+    """The launcher lives."""
+
+    node: Number
+    launcher: Number
+
+
+class LauncherEnd(Struct, frozen=True, array_like=True, tag=True):
+    """All ranks of the launcher have ended, and it starts no more."""
+
+    node: Number
+    launcher: Number
+
+
+LauncherRequest: TypeAlias = RankStart | RankEnd | LauncherBeat | LauncherEnd
+
+
+class LauncherAnswer(Struct, frozen=True, array_like=True):
+    """The answer to each request of a launcher."""
+
+    failure: Annotated[str, Meta(max_length=2000)] | None = None
+    """The reason for which the training cannot continue; None if it can."""
+    lost: tuple[Number, ...] = ()
+    """Members of this launcher that were declared lost. The launcher must end their processes."""
+    member: Number = 0
+    """After a RankStart: the member to start."""
+    has_joined: bool = False
+    """After a RankEnd: whether the member took part in the training."""
+
+
+@dataclass(slots=True)
+class _Launcher:
+    number: int
+    """A random number, different for each launcher."""
+    heard_s: float
+    members: dict[int, int] = field(default_factory=dict)
+    """Serial number of the start → member, for the living members."""
+    lost: set[int] = field(default_factory=set)
+    """Members that were declared lost, and whose ends the launcher has not reported."""
+    is_lost: bool = False
+
+
+class Launchers:
+    """The launchers of all nodes, and the numbers of their ranks' processes.
+
+    The first process of each of the `num_ranks` ranks has the rank as its number. Later processes have larger numbers.
+    A launcher is lost after `timeout_s` seconds without a request. Processes of the initial ranks that no launcher has
+    started at `start_by_s` are lost too.
+    """
+
+    def __init__(self, num_ranks: int, *, timeout_s: float, start_by_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._start_by_s = start_by_s
+        self._unstarted = set(range(num_ranks))
+        self._next_member = num_ranks
+        self._nodes: dict[int, _Launcher] = {}
+        self.notes: list[str] = []
+        """Notes for the user that were not shown yet."""
+        self._replaced: set[int] = set()
+        """Numbers of launchers that another launcher of the same node has replaced."""
+
+    @property
+    def num_living(self) -> int:
+        return sum(not launcher.is_lost for launcher in self._nodes.values())
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The time at which :meth:`time_passed` must be called; None without launchers to wait for."""
+        times = [launcher.heard_s + self._timeout_s for launcher in self._nodes.values() if not launcher.is_lost]
+        if self._unstarted:
+            times.append(self._start_by_s)
+        return min(times, default=None)
+
+    def new_member(self, rank: int) -> int:
+        """Return the number of a new process of a rank."""
+        if rank in self._unstarted:
+            self._unstarted.remove(rank)
+            return rank
+        self._next_member += 1
+        return self._next_member - 1
+
+    def heard(self, request: LauncherRequest, time_s: float) -> list[int]:
+        """Record a request of a launcher. Return the members of the launcher that it replaces; they are lost.
+
+        Raises RankLostError if another launcher has replaced this one.
+        """
+        if request.launcher in self._replaced:
+            raise RankLostError(f"another launcher has started as node {request.node}")
+        before = self._nodes.get(request.node)
+        if before is not None and before.number == request.launcher:
+            if before.is_lost:
+                self.notes.append(f"node {request.node} is back, and its ranks join again")
+            before.heard_s, before.is_lost = time_s, False
+            return []
+        lost: list[int] = []
+        if before is not None:
+            lost = self._lose(request.node)
+            self._replaced.add(before.number)
+        if not self._unstarted or before is not None:
+            self.notes.append(f"node {request.node} has arrived, and its ranks join")
+        self._nodes[request.node] = _Launcher(request.launcher, time_s)
+        return lost
+
+    def start(self, request: RankStart) -> int:
+        """Return the number of the process to start; the same number for a repeated request."""
+        members = self._nodes[request.node].members
+        if request.serial not in members:
+            members[request.serial] = self.new_member(request.rank)
+        return members[request.serial]
+
+    def ended(self, request: RankEnd) -> None:
+        """Record the end of a process."""
+        launcher = self._nodes[request.node]
+        launcher.members = {key: member for key, member in launcher.members.items() if member != request.member}
+        launcher.lost.discard(request.member)
+
+    def left(self, request: LauncherEnd) -> list[int]:
+        """Remove a launcher; return its members that have not ended."""
+        return list(self._nodes.pop(request.node).members.values())
+
+    def disconnected(self, node: int, launcher: int) -> list[int]:
+        """Record that the connection of a launcher is broken; return its members, which are lost."""
+        found = self._nodes.get(node)
+        return self._lose(node) if found is not None and found.number == launcher else []
+
+    def time_passed(self, time_s: float) -> list[int]:
+        """Return the members of launchers that became silent, and the initial ranks that were not started in time."""
+        lost: list[int] = []
+        for node, launcher in self._nodes.items():
+            if time_s >= launcher.heard_s + self._timeout_s:
+                lost += self._lose(node)
+        if self._unstarted and time_s >= self._start_by_s:
+            ranks = sorted(self._unstarted)
+            self.notes.append(
+                f"the other ranks start without rank {', '.join(map(str, ranks))}, which did not start in time"
+            )
+            lost += ranks
+            self._unstarted.clear()
+        return lost
+
+    def expel(self, member: int) -> bool:
+        """Let the launcher of a member end the member's process. Return False if no launcher has the member."""
+        for launcher in self._nodes.values():
+            if member in launcher.members.values():
+                launcher.lost.add(member)
+                return True
+        return False
+
+    def lost_members(self, node: int) -> tuple[int, ...]:
+        """Return the members of a node's launcher that were declared lost and have not ended."""
+        return tuple(sorted(self._nodes[node].lost)) if node in self._nodes else ()
+
+    def _lose(self, node: int) -> list[int]:
+        """Declare a launcher lost. Return its members, unless they were declared lost before."""
+        launcher = self._nodes[node]
+        if launcher.is_lost:
+            return []
+        launcher.is_lost = True
+        members = [member for member in launcher.members.values() if member not in launcher.lost]
+        launcher.lost.update(members)
+        if members:
+            self.notes.append(f"node {node} is lost. The other ranks continue without it")
+        return members

@@ -1,0 +1,130 @@
+"""The launchers of an elastic training: numbers of processes, lost nodes, and nodes that come back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import RankLostError
+from paceline.protocol.launchers import LauncherBeat, LauncherEnd, Launchers, RankEnd, RankStart
+
+TIMEOUT_S = 10.0
+
+
+def launchers(num_ranks: int = 4) -> Launchers:
+    return Launchers(num_ranks, timeout_s=TIMEOUT_S, start_by_s=300.0)
+
+
+def start(found: Launchers, node: int, rank: int, *, launcher: int = 7, serial: int = 0, time_s: float = 0.0) -> int:
+    request = RankStart(node, launcher, serial, rank)
+    assert found.heard(request, time_s) == []
+    return found.start(request)
+
+
+def test_the_first_process_of_a_rank_has_its_number() -> None:
+    found = launchers()
+    assert [found.new_member(0), start(found, 1, 2), start(found, 1, 3, serial=1)] == [0, 2, 3]
+    assert [start(found, 1, 3, serial=2), found.new_member(0)] == [4, 5]
+
+
+def test_a_repeated_start_has_the_same_number() -> None:
+    found = launchers()
+    assert [start(found, 1, 2, serial=5) for _ in range(3)] == [2, 2, 2]
+
+
+def test_a_silent_launcher_is_lost_and_may_come_back() -> None:
+    found = launchers(2)
+    found.new_member(0)
+    assert start(found, 1, 1) == 1
+    assert found.deadline_s == TIMEOUT_S
+    assert found.time_passed(TIMEOUT_S - 1) == []
+    assert found.time_passed(TIMEOUT_S) == [1]
+    assert (found.num_living, found.deadline_s) == (0, None)
+    assert found.heard(LauncherBeat(1, 7), 50.0) == []
+    assert found.lost_members(1) == (1,)
+    found.ended(RankEnd(1, 7, 1, is_failure=True))
+    assert found.lost_members(1) == ()
+    assert start(found, 1, 1, serial=1, time_s=51.0) == 2
+    assert [note.partition(" ")[2][:4] for note in found.notes] == ["1 is", "1 is"]
+
+
+def test_a_broken_connection_loses_the_ranks_of_the_launcher_once() -> None:
+    found = launchers()
+    start(found, 1, 2)
+    assert found.disconnected(1, 8) == []
+    assert found.disconnected(1, 7) == [2]
+    assert found.disconnected(1, 7) == []
+    assert found.time_passed(2 * TIMEOUT_S) == []
+
+
+def test_a_new_launcher_replaces_the_old_one_of_its_node() -> None:
+    found = launchers()
+    start(found, 1, 2)
+    assert found.heard(LauncherBeat(1, 8), 1.0) == [2]
+    with pytest.raises(RankLostError, match="another launcher has started as node 1"):
+        found.heard(LauncherBeat(1, 7), 2.0)
+    assert found.disconnected(1, 7) == []
+
+
+def test_a_launcher_that_has_ended_is_not_lost() -> None:
+    found = launchers()
+    start(found, 1, 2)
+    found.ended(RankEnd(1, 7, 2, is_failure=False))
+    assert found.left(LauncherEnd(1, 7)) == []
+    assert found.disconnected(1, 7) == []
+    assert found.num_living == 0
+
+
+def test_the_training_begins_without_ranks_that_nobody_starts() -> None:
+    found = launchers()
+    start(found, 1, 2, time_s=295.0)
+    assert found.deadline_s == 300.0
+    assert found.time_passed(300.0) == [0, 1, 3]
+    assert start(found, 0, 0, serial=0, time_s=301.0) == 4
+
+
+def test_only_the_launcher_of_a_member_ends_it() -> None:
+    found = launchers()
+    found.new_member(0)
+    start(found, 1, 2)
+    assert [found.expel(0), found.expel(2)] == [False, True]
+    assert found.lost_members(1) == (2,)
+    assert found.disconnected(1, 7) == []
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["start", "end", "beat", "cut", "wait", "new"]), st.integers(0, 2)), max_size=60)
+)
+def test_each_number_is_used_and_lost_once(events: list[tuple[str, int]]) -> None:
+    """Whatever happens, each process has its own number, and is reported as lost at most once."""
+    found, time_s = Launchers(3, timeout_s=TIMEOUT_S, start_by_s=25.0), 0.0
+    numbers, serials = dict.fromkeys(range(3), 0), iter(range(1000))
+    living: dict[int, list[int]] = {node: [] for node in range(3)}
+    used: list[int] = []
+    lost: list[int] = []
+    for event, node in events:
+        time_s += 1.0
+        launcher = 10 * node + numbers[node]
+        if event == "start":
+            request = RankStart(node, launcher, next(serials), node)
+            lost += found.heard(request, time_s)
+            living[node].append(found.start(request))
+            used.append(living[node][-1])
+        elif event == "end" and living[node]:
+            end = RankEnd(node, launcher, living[node].pop(), is_failure=True)
+            lost += found.heard(end, time_s)
+            found.ended(end)
+        elif event == "beat":
+            lost += found.heard(LauncherBeat(node, launcher), time_s)
+            assert set(found.lost_members(node)) <= set(living[node])
+        elif event == "cut":
+            lost += found.disconnected(node, launcher)
+        elif event == "new":
+            numbers[node] += 1
+            living[node] = []
+        elif event == "wait":
+            time_s += TIMEOUT_S
+            lost += found.time_passed(time_s)
+    assert len(set(used)) == len(used)
+    assert len(set(lost)) == len(lost)
