@@ -302,7 +302,7 @@ def test_ctrl_c_deletes_the_run(paceline: Commands, cluster: KubernetesCluster) 
     [
         (("--partition", "p", "train.py"), "--partition is for --on slurm"),
         (("--node-rank", "1", "train.py"), "--node-rank"),
-        (("--nodes", "2", "--min-ranks", "1", "train.py"), "--min-ranks 1"),
+        (("--nodes", "2", "--min-ranks", "3", "train.py"), "--min-ranks 3"),
         ((), "no script"),
     ],
 )

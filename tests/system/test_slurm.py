@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from .elastic_training import TRAIN, ends
 from .running import Commands, wait_until
 from .slurm_cluster import PROGRAMS, SlurmCluster, is_possible
 
@@ -115,6 +116,22 @@ def test_a_requeued_job_continues_from_its_checkpoint(commands: Commands, slurm:
 
 def _output(commands: Commands, job: str) -> str:
     return Path(commands.folder, f"train-{job}.out").read_text()
+
+
+def test_an_elastic_job_continues_without_a_lost_node(commands: Commands, slurm: SlurmCluster, tmp_path: Path) -> None:
+    (commands.folder / "elastic.py").write_text(TRAIN)
+    words = ["--strategy", "all-reduce", "--min-ranks", "2", "--heartbeat-timeout", "3", "--nodes", "3"]
+    running = commands.start("run", "--on", "slurm", *words, "elastic.py", "", "0")
+    running.wait_line("starts 2 ")
+    running.wait_line("starts 0 ")
+    slurm.call("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
+    finished = running.wait(240)
+    slurm.call("scontrol", "update", "NodeName=n3", "State=RESUME")
+    assert finished.status == 0, finished
+    assert "node 2 is lost. The other ranks continue without it" in finished.out, finished
+    last = ends(finished)
+    assert last.keys() >= {0, 1}
+    assert last[0] == last[1]
 
 
 def test_ctrl_c_cancels_the_job_with_its_servers(commands: Commands, slurm: SlurmCluster) -> None:

@@ -71,7 +71,7 @@ def manifests(
     if name == "run":
         options = build_flags(RunOptions, "options", values)
         check_script(options, is_here=False)
-        _, _, nnodes = plan_roles(options)  # raises UsageError for invalid options
+        nnodes = plan_roles(options).nodes  # raises UsageError for invalid options
         found = manifests_of_run(pods, make_token(), nnodes, ["paceline", *command])
     elif name == "scheduler":
         build_flags(ClusterFlags, "cluster", values).parse()  # raises UsageError for invalid settings

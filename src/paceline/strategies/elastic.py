@@ -21,8 +21,8 @@ class ElasticFlags:
     panel: ClassVar = "Failures"
 
     min_ranks: int | None = option(
-        "all-reduce: continue without ranks that die, and replace them, while at least this many live; default: a "
-        "death ends the run."
+        "all-reduce: continue without ranks and nodes that die, and replace them, while at least this many ranks live; "
+        "default: a death ends the run."
     )
     global_batch: int | None = option(
         "With --min-ranks: number of samples in a step of all ranks together, for any number of ranks; default: the "

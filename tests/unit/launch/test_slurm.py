@@ -138,6 +138,21 @@ def test_the_script_of_a_job() -> None:
     assert "&" not in Slurm(EngineFlags(on="slurm"), "t").describe([ranks])
 
 
+@pytest.mark.parametrize(("factor", "status"), [(3, 0), (-3, 5)])
+def test_an_elastic_job_has_the_status_of_its_first_process(factor: int, status: int) -> None:
+    """Process 0 ends with status 0 and then with 5, and process 1 always with 3 or 2."""
+    command = ("bash", "-c", f"exit $(( ({factor} < 0) * 5 + {factor} * SLURM_PROCID ))")
+    ranks = RunRole(name="ranks", command=command, num_nodes=2, num_cpus=1, is_elastic=True)
+    script = Slurm(EngineFlags(on="slurm"), "t").describe([ranks])
+    assert "#SBATCH --no-kill" in script
+    fake = """srun() {
+        while [[ $1 == --* ]]; do shift; done
+        SLURM_PROCID=0 "$@"; SLURM_PROCID=1 "$@"
+    }\n"""
+    ended = subprocess.run(["bash", "-u"], input=f"SLURM_CPUS_PER_TASK=1\n{fake}{script}", text=True, check=False)
+    assert ended.returncode == status
+
+
 FAKE = """#!{python}
 import json, os, sys
 from pathlib import Path
@@ -322,7 +337,7 @@ def test_output_that_appears_in_a_newly_opened_file(
         (["--nodes", "0"], "--nnodes 0"),
         (["--sbatch", "a\nb"], "one line"),
         (["--strategy", "mirrored", "--nodes", "2"], "mirrored"),
-        (["--min-ranks", "1", "--nodes", "2"], "--min-ranks 1"),
+        (["--min-ranks", "3", "--nodes", "2"], "--min-ranks 3"),
         (["--node-rank", "0"], "--node-rank"),
     ],
 )

@@ -15,7 +15,8 @@ import pytest
 
 from paceline.cli import main
 from paceline.errors import UsageError
-from paceline.launch.engines.engine import RunRole
+from paceline.launch.engines import ssh
+from paceline.launch.engines.engine import RunEnd, RunRole
 from paceline.launch.engines.options import EngineFlags
 from paceline.launch.engines.ssh import Ssh, parse_hosts
 from paceline.launch.run.options import RunOptions
@@ -160,6 +161,49 @@ def test_a_lost_connection_ends_all_hosts(
     assert "host b: the connection was lost" in capfd.readouterr().err.splitlines()[-1]
 
 
+_ELASTIC = """
+import os, sys, time
+from pathlib import Path
+is_first = '"launcher":0' in os.environ["PACELINE_PLACEMENT"].replace(" ", "")
+if not is_first:
+    Path("back").touch()
+while is_first and not Path("back").exists():
+    time.sleep(0.01)
+sys.exit(int(sys.argv[1]) if not is_first else 0)
+"""
+
+
+def run_elastic(status: int) -> RunEnd:
+    """Run an elastic role on hosts a and b; return its end. The process on host b ends with `status`."""
+    command = (sys.executable, "-c", _ELASTIC, str(status))
+    engine = Ssh(EngineFlags(hosts="a,b"))
+    with engine:
+        engine.start([RunRole(name="ranks", command=command, num_nodes=2, num_cpus=1, is_elastic=True)])
+        while (end := engine.poll()) is None:
+            pass
+    return end
+
+
+def test_a_lost_host_of_an_elastic_role_is_started_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ssh, "_AGAIN_S", 0.1)
+    loses = "import os\nos.chdir = lambda folder, change=os.chdir: os._exit(255) if not os.path.exists('lost') and not "
+    loses += "open('lost', 'x').close() else change(folder)"
+    (folder / "b.sh").write_text(replace_program(loses))
+    assert run_elastic(0) == RunEnd(0, None)
+    assert "host b: the connection was lost; the other hosts continue" in capfd.readouterr().err
+
+
+def test_a_failing_host_of_an_elastic_role_is_not_started_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ssh, "_AGAIN_S", 0.0)
+    assert run_elastic(3) == RunEnd(0, None)
+    errors = capfd.readouterr().err
+    assert errors.count("host b: ranks ended with status 3; the other hosts continue") == 1, errors
+
+
 def living(folder: Path, num_ranks: int) -> list[int]:
     """Return the living processes of all ranks; each rank must have started."""
     pids = [int((folder / f"pid{rank}").read_text()) for rank in range(num_ranks)]
@@ -229,7 +273,7 @@ def test_problems_of_a_host_are_found_before_the_start(
         (["--on", "slurm"], "--on"),
         (["--nproc-per-node", "2"], "--nproc-per-node 2"),
         (["--strategy", "mirrored"], "mirrored"),
-        (["--min-ranks", "1"], "--min-ranks 1"),
+        (["--min-ranks", "3"], "--min-ranks 3"),
         (["--master-addr", "a"], "--master-addr"),
     ],
 )

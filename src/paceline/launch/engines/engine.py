@@ -25,6 +25,8 @@ class RunRole:
     """Number of cores of each process."""
     files: tuple[str, ...] = ()
     """Files that every node needs, relative to the current folder."""
+    is_elastic: bool = False
+    """Whether the processes continue without a lost node, except the first node."""
 
     def __post_init__(self) -> None:
         check_utf8(self.command)
@@ -71,7 +73,9 @@ class RunEngine(ABC, Closing):
 
     @abstractmethod
     def start(self, roles: Sequence[RunRole]) -> None:
-        """Request the processes of all roles. The run ends when its last role ends or another role fails.
+        """Request the processes of all roles. The run ends when its last role ends or a process fails.
+
+        The failure of a process of an elastic role does not end the run, except on the first node.
 
         Raises UsageError if the engine is not installed or rejects the request.
         """

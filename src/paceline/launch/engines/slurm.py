@@ -38,6 +38,8 @@ _ENDED: Final = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
 }  # fmt: skip
+_KEEP_STATUS: Final = 'trap : TERM; "$@"; status=$?; [ $SLURM_PROCID -ne 0 ] || echo $status > $0; exit $status'
+"""Script that runs a command and, in the first process of a step, writes its status to a file."""
 _NEVER_STARTS = re.compile(
     r"Partition(NodeLimit|TimeLimit|Config)|BadConstraints|Invalid(Account|QOS)|DependencyNeverSatisfied|JobHeldAdmin"
     r"|(QOS|Assoc)\w*PerJobLimit|.*held"
@@ -79,6 +81,7 @@ class Slurm(RunEngine):
             "open-mode=append",
             *(f"{name}={value}" for name, value in (("partition", flags.partition), ("time", flags.time)) if value),
             *(("requeue", f"signal=TERM@{_NOTICE_S}") if flags.requeue else ()),
+            *(("no-kill",) if roles[-1].is_elastic else ()),
             *(setting.removeprefix("--") for setting in flags.sbatch or ()),
         ]
         lines = ["#!/bin/bash", *(f"#SBATCH --{_quote(setting)}" for setting in settings), ""]
@@ -87,11 +90,23 @@ class Slurm(RunEngine):
             placed = f"--nodes={role.num_nodes} --ntasks={role.num_nodes} --cpus-per-task={role.num_cpus}"
             lines += [f"srun --job-name={role.name} --overlap {placed} \\", f"  {shlex.join(role.command)} &", ""]
         overlap = "--overlap " if others else ""
-        lines += [f"srun --job-name={last.name} {overlap}--cpus-per-task=$SLURM_CPUS_PER_TASK \\"]
-        lines += [f"  {shlex.join(last.command)}" + (" &" if others else "")]
+        options, wrapper = "", ""
+        if last.is_elastic:
+            lines += [
+                "# The job continues without a lost node. Its status is that of the first process.",
+                "result=$(mktemp)",
+            ]
+            options, wrapper = (
+                "--no-kill --kill-on-bad-exit=0 --wait=0 ",
+                f"bash -c {shlex.quote(_KEEP_STATUS)} $result ",
+            )
+        lines += [f"srun --job-name={last.name} {overlap}{options}--cpus-per-task=$SLURM_CPUS_PER_TASK \\"]
+        lines += [f"  {wrapper}{shlex.join(last.command)}" + (" &" if others else "")]
         if others:  # the job ends with its last step, or if another step fails
             lines += ["ranks=$!", "wait -n && wait $ranks"]
         lines += ["status=$?"]
+        if last.is_elastic:
+            lines += ["if [ -s $result ]; then status=$(cat $result); fi", "rm $result"]
         if flags.requeue:
             lines += [
                 "",

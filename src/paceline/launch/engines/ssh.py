@@ -31,7 +31,7 @@ from paceline.transport.decoding import register_type
 from paceline.transport.security.authentication import check_or_make_token
 from paceline.version import __version__
 
-from .engine import Placement, RunEnd, RunEngine, RunRole, check_utf8
+from .engine import Placement, RunEnd, RunEngine, RunRole, check_utf8, report
 from .options import EngineFlags
 from .ssh_host import GRACE_S, REPLY, HostPeer, HostReply, HostRequest
 
@@ -44,6 +44,8 @@ _POLL_S: Final = 0.5
 _END_S: Final = 35.0
 """Time limit for the end of the processes after a request. Ranks have 30 seconds for a checkpoint."""
 _CLOSE_S: Final = GRACE_S + 10.0
+_AGAIN_S: Final = 30.0
+"""The pause before an attempt to start a process again whose host was lost."""
 _LOST_STATUS: Final = 255  # status of ssh if it cannot connect or loses the connection
 _SHOWN_CHARS: Final = 300
 _HOST = re.compile(r"(?P<name>(?!-)(?:[\w.-]+@)?(?:[\w.-]+|\[[\w:.%]+\]))(?::(?P<count>\d{1,6}))?", re.ASCII)
@@ -96,10 +98,11 @@ class _HostProcess:
         """Lines on standard error before the start."""
         self.num_open = 2
         """Number of streams (output and error) that have not ended."""
+        self.has_started = False
         pipe = subprocess.PIPE
         try:
             self.ssh = subprocess.Popen(
-                _connect(host), bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+                _ssh_command(host), bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
             )
         except OSError:
             raise UsageError("--hosts: no command ssh on this machine. Install OpenSSH's client") from None
@@ -128,6 +131,11 @@ class _HostProcess:
             output += [text] if text else []
         return output
 
+    def close(self) -> None:
+        """Kill the connection's process and close its pipes. The host then ends the command."""
+        self.ssh.kill()
+        self.ssh.__exit__(None, None, None)
+
     def send(self, line: bytes) -> None:
         assert self.ssh.stdin is not None
         try:
@@ -146,44 +154,56 @@ class Ssh(RunEngine):
         self._screen = Screen(self._hosts.names.__getitem__)
         self._processes: list[_HostProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._has_started = self._has_failed = False
+        self._job, self._address = secrets.token_hex(8), ""
+        self._variables: dict[str, str] = {}
+        self._has_failed = False
+        self._next_attempts: dict[_HostProcess, float] = {}
+        """The lost processes of elastic roles, and the times at which to start them again."""
 
     @override
     def describe(self, roles: Sequence[RunRole]) -> str:
         lines = [f"# in {os.getcwd()} on each host"]
         for role in roles:
             for host in self._hosts.names[: role.num_nodes]:
-                lines += [f"{shlex.join(_connect(host))}  # {role.name}", f"  {shlex.join(role.command)}"]
+                lines += [f"{shlex.join(_ssh_command(host))}  # {role.name}", f"  {shlex.join(role.command)}"]
         return "\n".join([*lines, ""])
 
     @override
     def start(self, roles: Sequence[RunRole]) -> None:
-        for role in roles:
-            for index, host in enumerate(self._hosts.names[: role.num_nodes]):
-                process = _HostProcess(role, index, host)
-                self._processes.append(process)
-                for stream, is_error in ((process.ssh.stdout, False), (process.ssh.stderr, True)):
-                    assert stream is not None
-                    self._selector.register(stream, selectors.EVENT_READ, (process, LineSplitter(), is_error))
-        job, address = secrets.token_hex(8), _find_address(self._hosts.names[0])
-        variables = _variables_of(os.environ)
-        replies = self._exchange([self._request(process, variables, job, address) for process in self._processes])
+        self._processes = [
+            self._connect(role, index, host)
+            for role in roles
+            for index, host in enumerate(self._hosts.names[: role.num_nodes])
+        ]
+        self._address, self._variables = _find_address(self._hosts.names[0]), _variables_of(os.environ)
+        replies = self._exchange(self._processes, [self._request_of(process) for process in self._processes])
         peers = {
             process.index: HostPeer(name=process.host, address=reply.address, port=reply.port)
             for process, reply in zip(self._processes, replies, strict=True)
         }
-        self._exchange([[peers[index] for index in peers if index != process.index] for process in self._processes])
-        self._has_started = True
+        others = [[peers[index] for index in peers if index != process.index] for process in self._processes]
+        self._exchange(self._processes, others)
         for process in self._processes:
-            self._screen.write(process.index, process.errors, is_error=True)
-            process.send(b"start")
+            self._begin(process)
 
-    def _request(self, process: _HostProcess, variables: dict[str, str], job: str, address: str) -> HostRequest:
+    def _connect(self, role: RunRole, index: int, host: str) -> _HostProcess:
+        process = _HostProcess(role, index, host)
+        for stream, is_error in ((process.ssh.stdout, False), (process.ssh.stderr, True)):
+            assert stream is not None
+            self._selector.register(stream, selectors.EVENT_READ, (process, LineSplitter(), is_error))
+        return process
+
+    def _begin(self, process: _HostProcess) -> None:
+        process.has_started = True
+        self._screen.write(process.index, process.errors, is_error=True)
+        process.send(b"start")
+
+    def _request_of(self, process: _HostProcess) -> HostRequest:
         placement = Placement(
             launcher=process.index,
             num_launchers=process.role.num_nodes,
-            address=address,
-            job=job,
+            address=self._address,
+            job=self._job,
             num_ranks=self._hosts.num_ranks,
         )
         return HostRequest(
@@ -191,20 +211,22 @@ class Ssh(RunEngine):
             folder=os.getcwd(),
             files=process.role.files,
             command=process.role.command,
-            variables={**variables, "PACELINE_PLACEMENT": msgspec.json.encode(placement).decode()},
-            first_host=address,
+            variables={**self._variables, "PACELINE_PLACEMENT": msgspec.json.encode(placement).decode()},
+            first_host=self._address,
         )
 
-    def _exchange(self, contents: Sequence[HostRequest | list[HostPeer]]) -> list[HostReply]:
+    def _exchange(
+        self, processes: Sequence[_HostProcess], contents: Sequence[HostRequest | list[HostPeer]]
+    ) -> list[HostReply]:
         """Send each process a line; return the replies. Raises UsageError, which names the host, for a problem."""
-        for process, content in zip(self._processes, contents, strict=True):
+        for process, content in zip(processes, contents, strict=True):
             process.reply = None
             process.send(msgspec.json.encode(content))
         deadline = time.monotonic() + _REPLY_S
         replies: list[HostReply] = []
-        while len(replies) < len(self._processes):
+        while len(replies) < len(processes):
             self._read(_POLL_S)
-            for process in self._processes:
+            for process in processes:
                 problem = None if process.reply is None else process.reply.problem
                 if process.reply is None and (status := process.status()) is not None:
                     problem = _explain(status, process.errors)
@@ -212,27 +234,63 @@ class Ssh(RunEngine):
                     problem = f"no reply within {_REPLY_S:g} s"
                 if problem is not None:
                     raise UsageError(f"--hosts: host {process.host}: {problem}")
-            replies = [process.reply for process in self._processes if process.reply is not None]
+            replies = [process.reply for process in processes if process.reply is not None]
         return replies
 
     @override
     def poll(self) -> RunEnd | None:
         self._read(_POLL_S)
-        for process in self._processes:
+        for process in list(self._processes):
             if status := process.status():
-                self._has_failed = True
                 end = f"{process.role.name} ended with status {status}"
                 if process.is_lost:
                     status, end = 1, "the connection was lost"
+                if process.role.is_elastic and process.index:
+                    self._continue_without(process, end)
+                    continue
+                self._has_failed = True
                 return RunEnd(status, f"host {process.host}: {end}; the other hosts were ended")
+        for process, due_s in list(self._next_attempts.items()):
+            if time.monotonic() >= due_s:
+                self._start_again(process)
         last = self._processes[-1].role
         is_over = all(process.status() == 0 for process in self._processes if process.role is last)
         return RunEnd(0, None) if is_over else None
 
+    def _continue_without(self, process: _HostProcess, end: str) -> None:
+        self._processes.remove(process)
+        end = f"host {process.host}: {end}; the other hosts continue"
+        if process.is_lost:
+            self._next_attempts[process] = time.monotonic() + _AGAIN_S
+            end += f". The next attempt to start its ranks is in {_AGAIN_S:g} s"
+        self._discard(process)
+        report(end)
+
+    def _discard(self, process: _HostProcess) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data[0] is process:
+                self._selector.unregister(key.fileobj)
+        process.close()
+
+    def _start_again(self, lost: _HostProcess) -> None:
+        """Try to start the process of a lost host."""
+        del self._next_attempts[lost]
+        process = self._connect(lost.role, lost.index, lost.host)
+        try:
+            self._exchange([process], [self._request_of(process)])
+            self._exchange([process], [[]])
+        except UsageError as error:
+            report(f"{error}. The next attempt is in {_AGAIN_S:g} s")
+            self._next_attempts[process] = time.monotonic() + _AGAIN_S
+            self._discard(process)
+        else:
+            self._processes.insert(process.index, process)
+            self._begin(process)
+
     @override
     def close(self) -> None:
         try:
-            if self._has_started and not self._has_failed:
+            if not self._has_failed and any(process.has_started for process in self._processes):
                 for process in self._processes:
                     process.send(b"end")
                 self._wait(_END_S)
@@ -243,8 +301,7 @@ class Ssh(RunEngine):
             with contextlib.suppress(BrokenPipeError):
                 self._wait(_CLOSE_S)
             for process in self._processes:
-                process.ssh.kill()
-                process.ssh.__exit__(None, None, None)  # closes the pipes
+                process.close()
             self._processes = []
             self._selector.close()
 
@@ -263,7 +320,7 @@ class Ssh(RunEngine):
                 self._selector.unregister(key.fileobj)
                 process.num_open -= 1
             lines = splitter.feed(data) if data else splitter.flush()
-            if is_error and not self._has_started:
+            if is_error and not process.has_started:
                 process.errors += lines
             else:
                 self._screen.write(process.index, lines if is_error else process.receive(lines), is_error=is_error)
@@ -279,7 +336,7 @@ def read_host_placement(variables: Environment) -> Placement | None:
         raise UsageError(f"the environment variable PACELINE_PLACEMENT is unreadable: {error}. Unset it") from None
 
 
-def _connect(host: str) -> tuple[str, ...]:
+def _ssh_command(host: str) -> tuple[str, ...]:
     return (*_SSH, "--", host, f"exec {shlex.join([sys.executable, '-m', HostRequest.__module__])}")
 
 

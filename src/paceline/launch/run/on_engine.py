@@ -54,23 +54,25 @@ def roles_of(options: RunOptions) -> list[RunRole]:
     counts = None
     if options.engine.hosts is not None:
         options, counts = _on_hosts(options, options.engine.hosts)
-    num_ranks, num_servers, nnodes = plan_roles(options, counts)
+    plan = plan_roles(options, counts)
+    nnodes, num_servers = plan.nodes, plan.servers
     inner = replace(options, engine=EngineFlags(), nnodes=None)
     assert options.script is not None
     script = (options.script, *(options.arguments or ()))
-    threads = 1 if options.threads is None else options.threads
+    num_cpus = plan.ranks_per_node * (1 if options.threads is None else options.threads)
     if options.engine.on == "kubernetes":  # use the image's Python; each pod also runs a part of the servers
         words = words_of(replace(options, engine=EngineFlags()))
         command = ("paceline", "run", *words, *script)
-        return [RunRole(name="ranks", command=command, num_nodes=nnodes, num_cpus=num_ranks * threads)]
+        return [RunRole(name="ranks", command=command, num_nodes=nnodes, num_cpus=num_cpus)]
     command = (sys.executable, "-m", "paceline", "run")
     words = words_of(replace(inner, job="worker") if num_servers else inner)
     ranks = RunRole(
         name="ranks",
         command=(*command, *words, *script),
         num_nodes=nnodes,
-        num_cpus=num_ranks * threads,
+        num_cpus=num_cpus,
         files=() if options.module else (options.script,),
+        is_elastic=plan.is_elastic,
     )
     if not num_servers:
         return [ranks]

@@ -26,7 +26,7 @@ from paceline.launch.run.plan import (
 )
 from paceline.meeting.credentials import job_token
 from paceline.meeting.rendezvous import is_loopback, own_host, port_of_job
-from paceline.strategies import STRATEGIES, StrategyChoice, choose_strategy, needs_servers
+from paceline.strategies import STRATEGIES, ElasticOptions, StrategyChoice, choose_strategy, needs_servers
 from paceline.transport import TLS, Address
 from paceline.transport.addresses import LOOPBACK, bind_tcp
 from paceline.transport.security.authentication import MAKE_TOKEN, check_or_make_token, check_token
@@ -297,10 +297,21 @@ def _with_free_port(layout: Layout) -> Layout:
     return replace(layout, master_port=port)
 
 
-def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None) -> tuple[int, int, int]:
-    """Return the numbers of ranks per node, of servers and of nodes in a run that an engine starts.
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """The numbers of processes in a run that an engine starts."""
 
-    `num_ranks` has the number of ranks of each node, if the numbers are given. Raises UsageError.
+    ranks_per_node: int
+    servers: int
+    nodes: int
+    is_elastic: bool
+    """Whether the ranks continue without a lost node."""
+
+
+def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None) -> RolePlan:
+    """Check the options of a run that an engine starts, and return its numbers of processes. Raises UsageError.
+
+    `num_ranks` has the number of ranks of each node, if the numbers are given.
     """
     for name in ("cluster", "node_rank", "master_addr", "job", "index"):
         if getattr(options, name) is not None:
@@ -310,4 +321,4 @@ def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None) -> t
     layout = _lay_out_node(replace(options, master_addr=LOOPBACK))
     num_nodes = options.nnodes or 1
     choice = _choose(options, layout.world_size if num_ranks is None else sum(num_ranks))
-    return len(layout.ranks), choice.servers, num_nodes
+    return RolePlan(len(layout.ranks), choice.servers, num_nodes, isinstance(choice.options, ElasticOptions))
