@@ -68,7 +68,7 @@ Trainer(Model(), arguments, train_dataset=data).train()
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """The environment of a program for which Paceline is installed with the entry points of its pyproject.toml."""
+    """Return the environment of a program. Paceline appears installed, with the entry points of its pyproject.toml."""
     tomllib = pytest.importorskip("tomllib")
     groups = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     about = tmp_path / "paceline-0.dist-info"
@@ -84,7 +84,7 @@ def run(program: str, environment: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_torch_registers_the_backend_by_itself(installed: dict[str, str]) -> None:
+def test_importing_torch_registers_the_backend(installed: dict[str, str]) -> None:
     run(_DISTRIBUTED, installed)
 
 

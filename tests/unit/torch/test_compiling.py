@@ -52,7 +52,7 @@ dist.destroy_process_group()
 @pytest.mark.thorough
 @pytest.mark.parametrize("imported", ["early", "late"])
 def test_ddp_on_the_backend_compiles(imported: str) -> None:
-    """Dynamo may be imported before or after this package."""
+    """Dynamo may be imported before or after Paceline."""
     pytest.importorskip("torch")
     done = subprocess.run([sys.executable, "-c", _PROGRAM, imported], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ def test_declared_flags_exist(spec: StrategySpec) -> None:
     assert bool(spec.flags) == bool(spec.without_flags) == (spec.choose_options is not None)
 
 
-def test_options_reach_the_named_strategy_only() -> None:
+def test_options_are_passed_only_to_the_named_strategy() -> None:
     options = choose_strategy("pipeline", processes=4).options
     assert isinstance(options, PipelineOptions)
     assert options.num_processes == 4

@@ -17,7 +17,7 @@ def model() -> nn.Sequential:
         return nn.Sequential(nn.Linear(3, 4), nn.TransformerEncoderLayer(4, 2, 8), nn.BatchNorm1d(4))
 
 
-def test_parts_get_the_values_of_the_complete_model() -> None:
+def test_initialization_by_parts_equals_initialization_of_the_complete_model() -> None:
     whole, parts = model(), model()
     optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
     first, second = DeferredValues.of(whole, 7), DeferredValues.of(parts, 7)
@@ -41,11 +41,11 @@ def test_parts_get_the_values_of_the_complete_model() -> None:
     assert torch.equal(parts.get_buffer("2.running_var"), torch.ones(4))
 
 
-def test_a_model_with_memory_is_left_alone() -> None:
+def test_a_model_with_allocated_parameters_needs_no_deferred_values() -> None:
     assert DeferredValues.of(nn.Linear(2, 2), 0) is None
 
 
-def test_lent_memory_is_taken_back() -> None:
+def test_lent_memory_is_released() -> None:
     net = model()
     DeferredValues.of(net, 0)
     weight = net.get_parameter("0.weight")

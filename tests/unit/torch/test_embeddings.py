@@ -45,7 +45,7 @@ def prepared(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
 
 def pair(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Embedding, nn.Embedding, list[torch.optim.Optimizer]]:
-    """Return an embedding of ours and torch's with the same rows, each with its optimizer."""
+    """Return Paceline's embedding and torch's embedding with the same rows, and their optimizers."""
     module_tested = Embedding(DIM, seed=7)
     optimizer = make(module_tested.parameters())
     prepared(module_tested, optimizer)
@@ -65,7 +65,7 @@ def loss_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_as_torch_embedding(name: str) -> None:
+def test_training_equals_torch_embedding(name: str) -> None:
     module_tested, torch_module, optimizers = pair(OPTIMIZERS[name])
     for keys in batches():
         for module, optimizer in zip((module_tested, torch_module), optimizers, strict=True):
@@ -77,7 +77,7 @@ def test_training_as_torch_embedding(name: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("form", ["rows", "offsets", "weights", "weights and offsets"])
-def test_training_as_torch_embedding_bag(mode: str, form: str) -> None:
+def test_training_equals_torch_embedding_bag(mode: str, form: str) -> None:
     module_tested, torch_module = EmbeddingBag(DIM, mode=mode, seed=2), nn.EmbeddingBag(NUM_KEYS, DIM, mode=mode)
     optimizer, other = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (module_tested, torch_module))
     prepared(module_tested, optimizer)
@@ -108,7 +108,7 @@ def test_training_as_torch_embedding_bag(mode: str, form: str) -> None:
 
 @pytest.mark.parametrize("unscales", [False, True])
 def test_a_gradient_scaler_is_refused(unscales: bool) -> None:
-    """The rows would get the gradients of the scaled loss."""
+    """GradScaler would not unscale the gradients of the rows."""
     model = nn.Sequential(Embedding(DIM), nn.Linear(DIM, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared(model, optimizer)
@@ -120,7 +120,7 @@ def test_a_gradient_scaler_is_refused(unscales: bool) -> None:
         optimizer.zero_grad(set_to_none=not unscales)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of a cycle
+        warnings.simplefilter("ignore")  # torch warns of a reference cycle
         scaler.scale(model(batches(1)[0]).sum()).backward(create_graph=True)
     with pytest.raises(UsageError, match="GradScaler does not unscale the gradients of embedding rows"):
         scaler.step(optimizer)
@@ -141,7 +141,7 @@ def test_empty_bags_and_no_keys() -> None:
     assert embedding(torch.empty(0, 5, dtype=torch.int64)).shape == (0, 5, DIM)
 
 
-def test_any_64_bits_are_a_key() -> None:
+def test_any_64_bit_number_is_a_key() -> None:
     embedding = Embedding(DIM)
     prepared(embedding)
     keys = torch.tensor([-1, 2**63 - 1, 0])
@@ -150,12 +150,12 @@ def test_any_64_bits_are_a_key() -> None:
     assert len({tuple(row) for row in rows.tolist()}) == 3
     assert torch.equal(rows, embedding(unsigned))
     assert torch.equal(embedding(unsigned.reshape(3, 1)), rows.unsqueeze(1))
-    assert torch.equal(embedding(torch.stack([keys, keys + 5]).t()[:, 0]), rows)  # strided
+    assert torch.equal(embedding(torch.stack([keys, keys + 5]).t()[:, 0]), rows)  # a strided tensor
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_and_accumulation(set_to_none: bool) -> None:
-    """Gradients add up over backward passes and lookups, stay after a step, and go with zero_grad(): as in torch."""
+    """Gradients add up over backward passes and lookups until zero_grad(), also after a step, like in torch."""
     module_tested, torch_module, optimizers = pair(OPTIMIZERS["sgd"])
     first, second, third, fourth, fifth = batches()
     for module, optimizer in zip((module_tested, torch_module), optimizers, strict=True):
@@ -211,7 +211,7 @@ def test_the_rule_follows_the_optimizer_and_the_scheduler() -> None:
     embedder = prepared(model, optimizer)
     rules = [from_fields(RULES, embedder.tables[name].spec.update) for name in ("a", "b")]
     assert rules == [paceline.Momentum(lr=1.0, momentum=0.5, nesterov=True), paceline.SGD(lr=2.0)]
-    optimizer.load_state_dict(optimizer.state_dict())  # it replaces the old groups by other groups
+    optimizer.load_state_dict(optimizer.state_dict())  # this call replaces the parameter groups
     dense = nn.Parameter(torch.zeros(1))
     torch_module = torch.optim.SGD([dense], lr=1.0, momentum=0.5, nesterov=True)
     torch_scheduler = torch.optim.lr_scheduler.ExponentialLR(torch_module, 0.5)
@@ -257,7 +257,7 @@ def test_errors_are_reported() -> None:
         EmbeddingBag(1, pull_filters=[])
 
 
-def test_copies() -> None:
+def test_copies_of_embeddings() -> None:
     """A copy of a prepared model has the same rows; a copy of an unprepared model has no rows yet."""
     embedding = Embedding(DIM)
     assert copy.deepcopy(embedding).link is not embedding.link
@@ -267,7 +267,7 @@ def test_copies() -> None:
     assert torch.equal(other(keys), embedding(keys))
 
 
-def test_items_write_clear() -> None:
+def test_items_of_a_table_can_be_read_cleared_and_written() -> None:
     embedding = Embedding(2, initializer=Constant(value=1.0))
     optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.5)
     table = prepared(embedding, optimizer).tables["embedding"]
@@ -284,11 +284,11 @@ def test_items_write_clear() -> None:
     assert torch.equal(embedding(torch.tensor([5, 6, 7])).detach(), after)
 
 
-# Rows that are prefetched.
+# Prefetched rows.
 
 
 class CountedTable(LocalTable):
-    """A table with the rows of the time of each request, and a count of requests for each purpose."""
+    """A table that records its requests: whether the request is a prefetch, and the number of keys."""
 
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
         self.requests.append((ahead, len(keys)))
@@ -311,7 +311,7 @@ class CountedTables(ReplicatedTables):
 
 
 class Clicks(nn.Module):
-    """The keys are the columns from the second on of one tensor, and all columns of another tensor."""
+    """A model whose keys are columns 2 and later of one tensor, and all columns of another tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,12 +353,12 @@ def train(tables: ReplicatedTables, *, changes: bool = False) -> list[torch.Tens
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_prefetched_rows_equal_pulled_rows(changes: bool) -> None:
-    """Also if the batch was changed in place after the request."""
+    """With `changes`, the batch is changed in place after its rows were requested."""
     tables = CountedTables(lead=0)
     for found, expected in zip(train(tables, changes=changes), train(ReplicatedTables(), changes=changes), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     num_requests = sum(len(table.requests) for table in tables.made)
-    # One request per batch and table if all batches were foreseen, and no unneeded prefetch.
+    # If no batch changes, each batch needs one request per table.
     assert num_requests == 16 if not changes else num_requests > 16
 
 
@@ -366,7 +366,7 @@ def test_prefetching_an_iteration_ahead() -> None:
     tables = CountedTables(lead=1)
     train(tables)
     for table in tables.made:
-        # The first batch shows the keys, when the second batch could have been prefetched.
+        # The first batch shows which tensors are keys. Then it is too late to prefetch the second batch.
         assert sorted(ahead for ahead, _ in table.requests) == [False, False, *[True] * 6]
 
 
@@ -390,7 +390,7 @@ def test_replicated_tables_equal_the_tables_of_one_process() -> None:
         for number, step in enumerate(steps):
             keys, grads = step[group.rank]
             if number == 3 and group.rank == 1:
-                tables.push([])  # it has no further data
+                tables.push([])  # rank 1 has no further data
                 continue
             tables.push([(deep, keys, grads[: len(keys)])])
         assert len(wide) == 0
@@ -403,7 +403,7 @@ def test_replicated_tables_equal_the_tables_of_one_process() -> None:
 
     found = run_ranks(3, work)
     assert all(np.array_equal(rows, found[0][0]) for rows, _ in found)
-    assert all("rank 1" in str(error) for _, error in found)  # every rank has the error, and no rank waits
+    assert all("rank 1" in str(error) for _, error in found)  # every rank raises the error, and no rank waits
     whole: RowTable = ReplicatedTables().table("deep", RowDeclaration(3, rule, Normal(std=1.0), 0))
     assert isinstance(whole, LocalTable)
     for number, step in enumerate(steps):

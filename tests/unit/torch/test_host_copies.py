@@ -1,4 +1,4 @@
-"""Collectives through host copies, as ranks that share a CUDA device make them."""
+"""Collectives through copies in host memory. Ranks that share a CUDA device use them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SECRET = "a secret of this user"
 
 
 def values_of(store: Store) -> str:
-    """Return all that a stranger can read, written as text."""
+    """Return all values that a process without the token can read, as text."""
     found = [store.get(key) for key in store.list_keys()] if isinstance(store, TCPStore) else []
     return "\n".join(
         f"{value.decode(errors='replace')} {bytes.fromhex(value[1:].decode()) if value[:1] == b'=' else b''!r}"
@@ -32,7 +32,7 @@ def values_of(store: Store) -> str:
 
 
 def joined(stores: list[Store], environments: list[Environment]) -> list[BaseException | int]:
-    """Meet through the stores, add something up, and leave; return the sum or the error of every rank."""
+    """Join through the stores, all-reduce and leave; return the sum or the error of every rank."""
 
     def rank(number: int) -> BaseException | int:
         try:
@@ -46,7 +46,7 @@ def joined(stores: list[Store], environments: list[Environment]) -> list[BaseExc
         return list(pool.map(rank, range(len(stores))))
 
 
-def test_ranks_meet_by_token_and_the_token_is_not_in_the_store() -> None:
+def test_ranks_join_with_a_token_that_is_not_in_the_store() -> None:
     served = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
     clients = [TCPStore("127.0.0.1", served.port, None, False, timedelta(seconds=10)) for _ in range(2)]
     seen: list[str] = []
@@ -62,7 +62,7 @@ def test_ranks_meet_by_token_and_the_token_is_not_in_the_store() -> None:
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(join_rank, range(2))) == [2, 2]
     (text,) = seen
-    assert "memory_domain" in text  # the ranks' descriptions of themselves are in the store
+    assert "memory_domain" in text  # the store contains the description of each rank
     assert SECRET not in text
 
 
@@ -79,7 +79,7 @@ def test_another_token_is_refused(tmp_path: Path, tokens: tuple[str | None, str 
         assert "set PACELINE_TOKEN" in str(result)
 
 
-def test_on_loopback_the_key_of_the_user_stands_in(tmp_path: Path) -> None:
+def test_the_key_of_the_user_replaces_the_token_on_loopback(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     store = FileStore(str(tmp_path / "store"), 2)
     assert joined([store] * 2, [Environment(runtime_dir=tmp_path)] * 2) == [3, 3]

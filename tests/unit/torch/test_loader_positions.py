@@ -1,4 +1,4 @@
-"""A training that continues in the middle of an epoch reads each remaining sample once, on any number of ranks."""
+"""A training resumed in the middle of an epoch reads each remaining sample once, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.torch.strategies.base import Strategy  # noqa: E402
 from paceline.torch.strategies.loaders import Loader  # noqa: E402
 
 Make = Callable[[int, int], Any]
-"""Makes the loader of a rank, of a number of ranks."""
+"""Makes a loader, given the rank and the number of ranks."""
 
 
 def _samples(length: int) -> Any:
@@ -31,7 +31,7 @@ def _samples(length: int) -> Any:
 
 def _prepared(make: Make, rank: int, size: int) -> Loader:
     strategy = FakeStrategy(rank, size)
-    strategy.takes_uneven = True  # no other ranks to compare with
+    strategy.takes_uneven = True  # skip the comparison with other ranks
     return Loader(make(rank, size), cast(Strategy, strategy), shard=True, trains=True)
 
 
@@ -44,7 +44,7 @@ def _interleaved(shares: list[list[int]]) -> list[int]:
 
 
 def _continued(make: Make, state: dict[str, Any], size: int) -> list[int]:
-    """Return the remaining epoch on `size` ranks, in the order of one process."""
+    """Return the samples of the remaining epoch on `size` ranks, in the order of one process."""
     shares = []
     for rank in range(size):
         loader = _prepared(make, rank, size)
@@ -116,7 +116,7 @@ def test_a_stream_continues_at_the_next_batch(num_workers: int) -> None:
 
 
 class _Halves(IterableDataset[int]):
-    """Each worker yields its own part."""
+    """A stream of which each worker yields a part."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -151,7 +151,7 @@ def test_every_kind_of_sampler_continues(make: Make) -> None:
         other = _prepared(make, rank, 2)
         other.load_state_dict(loader.state_dict())
         assert received + _received(other) == whole[rank]
-        assert _received(other) == _next_epoch(make, rank)  # the next epoch is whole again
+        assert _received(other) == _next_epoch(make, rank)  # the next epoch is complete
 
 
 def _next_epoch(make: Make, rank: int) -> list[int]:
@@ -160,7 +160,7 @@ def _next_epoch(make: Make, rank: int) -> list[int]:
     return _received(loader)
 
 
-def test_the_position_follows_the_loop() -> None:
+def test_the_position_counts_the_yielded_samples() -> None:
     loader = _prepared(lambda rank, size: DataLoader(_samples(6), 2), 0, 1)
 
     def place() -> tuple[int, int]:
@@ -172,7 +172,7 @@ def test_the_position_follows_the_loop() -> None:
     assert place() == (1, 0)
     for _ in loader:
         break
-    assert place() == (1, 2)  # an abandoned epoch can be continued
+    assert place() == (1, 2)  # an epoch that the loop left can be continued
     loader.load_state_dict(loader.state_dict())
     loader.set_epoch(1)
     assert (place(), len(loader)) == ((1, 2), 3)
@@ -182,7 +182,7 @@ def test_the_position_follows_the_loop() -> None:
     assert _received(loader) == list(range(6))
 
 
-def test_all_samples_were_received() -> None:
+def test_an_epoch_can_continue_after_its_last_sample() -> None:
     loader = _prepared(lambda rank, size: DataLoader(_samples(6), 2), 0, 1)
     states = [loader.state_dict() for _ in loader]
     loader.load_state_dict(states[-1])
@@ -190,7 +190,7 @@ def test_all_samples_were_received() -> None:
     assert _received(loader) == list(range(6))
 
 
-def test_other_data_begins_again() -> None:
+def test_an_epoch_of_other_data_starts_at_the_beginning() -> None:
     loader = _prepared(lambda rank, size: DataLoader(_samples(6), 2), 0, 1)
     _received(loader)
     _received(loader, 1)

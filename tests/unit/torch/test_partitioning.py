@@ -1,4 +1,4 @@
-"""Partitioned models equal whole models: random graphs, tied weights, dropout, buffers; and errors."""
+"""Partitioned models compute the same as whole models: random graphs, tied weights, dropout, buffers; errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RandomGraph(nn.Module):
 
 
 def run(model: nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], list[Any]]:
-    """Return outputs and gradients of a training step, the input's last."""
+    """Return the outputs and gradients of a training step. The input's gradient is the last."""
     torch.manual_seed(5)
     x = x.clone().requires_grad_()
     found = model(x)
@@ -125,7 +125,7 @@ class Tied(nn.Module):
 
 
 class Branching(Tied):
-    """torch.fx cannot follow its loop over a size; torch.export can."""
+    """A model with a loop over a size, which torch.export can trace but torch.fx cannot."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.embed(x)
@@ -135,10 +135,10 @@ class Branching(Tied):
         return found
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile asks for it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile reads the attribute
 @pytest.mark.parametrize("kind", [Tied, Branching])
 @pytest.mark.parametrize("compiled", [False, "aot_eager"])
-def test_tied_weights_train_as_in_one_process(kind: type[nn.Module], compiled: bool | str) -> None:
+def test_training_of_tied_weights_equals_training_in_one_process(kind: type[nn.Module], compiled: bool | str) -> None:
     torch.manual_seed(0)
     whole = kind()
     model = copy.deepcopy(whole)
@@ -219,8 +219,8 @@ def test_unsupported_uses_of_a_partitioned_model_are_reported(capfd: pytest.Capt
     assert "def forward" not in capfd.readouterr().err
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_fork_has_separate_threads() -> None:
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no os.fork")
+def test_a_forked_child_has_its_own_threads() -> None:
     parted = pt.partition(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(2, 3), ["cpu", "cpu"], {"0": 0, "1": 1})
     with torch.no_grad():
         expected = parted(torch.ones(2, 3))
@@ -297,7 +297,7 @@ class Noise(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A model whose first layer learns nothing, and whose calls are counted."""
+    """A model whose first layer has no gradients. It counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,14 +374,14 @@ class BySize(nn.Module):
         return x * 2 if x.shape[0] > 4 else x
 
 
-def test_sizes_for_which_a_graph_does_not_hold_are_refused() -> None:
+def test_sizes_that_the_traced_graph_does_not_support_are_rejected() -> None:
     model = pt.partition(BySize(), torch.randn(6, DIM), ["cpu"])
     assert model(torch.ones(5, DIM)).sum() == 2 * 5 * DIM
     with pytest.raises(UsageError, match="was called with arguments that its graph does not support"):
         model(torch.ones(3, DIM))
 
 
-def test_several_threads_may_call_at_once() -> None:
+def test_several_threads_may_call_concurrently() -> None:
     model, x = pt.partition(Tied(), torch.arange(3), ["cpu", "cpu"]), torch.arange(3)
     expected = model(x)
     with ThreadPoolExecutor(4) as pool:
@@ -409,7 +409,7 @@ class ByValue(nn.Module):
         (ByValue(), ["cpu"], {}, "ByValue cannot be cut: .* torch.fx: .* torch.export"),
     ],
 )
-def test_impossible_partitions_are_rejected_in_a_sentence(
+def test_impossible_partitions_are_rejected(
     model: nn.Module, devices: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

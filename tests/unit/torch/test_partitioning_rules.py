@@ -1,4 +1,4 @@
-"""Graphs of names cut over devices: segments, transfers, placement, drawings. No tensors."""
+"""Graphs of names, without tensors, are cut over devices: segments, transfers, placement, drawings."""
 
 from __future__ import annotations
 

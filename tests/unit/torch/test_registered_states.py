@@ -1,4 +1,4 @@
-"""Objects that a program registers: their states are in checkpoints, with the types that the objects expect."""
+"""Checkpoints contain the states of objects that a program registers, in the types that the objects expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The items of an epoch that remain, divided among any number of ranks."""
+"""The remaining items of an epoch are divided among any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.protocol.leases import Remaining
 from paceline.torch.strategies.sampling import ShardedSampler
 
 
-def test_returned_items_come_first() -> None:
+def test_returned_items_are_received_first() -> None:
     remaining = Remaining(first=6).with_returned([4, 1]).with_returned([1])
     assert remaining == Remaining(6, (1, 4))
     assert remaining.count(10) == 6
@@ -29,8 +29,8 @@ def test_returned_items_come_first() -> None:
     steps=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), max_size=12),
     sizes=st.integers(1, 4),
 )
-def test_every_item_comes_once_though_ranks_die(length: int, steps: list[tuple[int, int]], sizes: int) -> None:
-    """In each step a number of ranks receive one item each, and one rank may lose its item."""
+def test_every_item_is_received_once_although_ranks_die(length: int, steps: list[tuple[int, int]], sizes: int) -> None:
+    """In each step, some ranks receive one item each. One of the ranks may die and lose its item."""
     remaining, used = Remaining(), []
     for size, dead in steps:
         numbers = remaining.numbers(size)

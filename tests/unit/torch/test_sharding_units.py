@@ -1,4 +1,4 @@
-"""Units of a model, the cut of parameters, and errors for options. No processes."""
+"""Units of a model, the division of parameters into shards, and errors about options. No processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.torch.strategies.sharded.units import choose_units, shard_dimensio
 
 
 class Model(nn.Module):
-    """Blocks in a list in a module, a sequence that contains a list, and other modules; both ends may be tied."""
+    """A model with nested lists of blocks and other modules. The first and the last module may share weights."""
 
     def __init__(self, *, is_tied: bool = False) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_invalid_unit_names(patterns: list[str], message: str) -> None:
     ],
 )
 def test_no_shard_is_empty_if_avoidable(shape: tuple[int, ...], num_shards: int, dimension: int | None) -> None:
-    """Five rows for four are 2, 2, 1 and none."""
+    """For example, four shards of five rows have 2, 2, 1 and 0 rows."""
     assert shard_dimension(shape, num_shards) == dimension
 
 

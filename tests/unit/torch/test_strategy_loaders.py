@@ -30,7 +30,7 @@ _Pair = namedtuple("_Pair", "x y")
 
 
 class FakeStrategy:
-    """The part of a strategy that a loader uses; the other ranks are only a number."""
+    """The part of a strategy that a loader uses. The other ranks do not exist."""
 
     name = "fake"
     takes_uneven = False
@@ -42,16 +42,16 @@ class FakeStrategy:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.world_size = self.data_place = rank, size
         self._ranks = Ranks(rank, size)
-        self.story: list[str] = []
+        self.events: list[str] = []
 
     @contextlib.contextmanager
     def epoch(self, num_batches: int | None) -> Iterator[None]:
-        self.story.append(f"epoch of {num_batches}")
+        self.events.append(f"epoch of {num_batches}")
         yield
-        self.story.append("epoch ends")
+        self.events.append("epoch ends")
 
     def _ran_out(self) -> None:
-        self.story.append("ran out")
+        self.events.append("ran out")
 
 
 class Numbers(IterableDataset[int]):
@@ -76,7 +76,7 @@ def _read(loader: Iterable[Any]) -> list[list[int]]:
 
 
 def _interleaved(parts: list[list[list[int]]]) -> list[list[int]]:
-    """The ranks' batches number t together, sample by sample."""
+    """Join the ranks' batches of each step, sample by sample."""
     return [
         [sample for samples in zip(*batches, strict=True) for sample in samples] for batches in zip(*parts, strict=True)
     ]
@@ -108,7 +108,7 @@ def test_the_parts_equal_the_parts_of_a_distributed_sampler(length: int, drop_la
         data = _data(length)
         torch_sampler: Any = DistributedSampler(data, 3, rank, seed=FakeStrategy.seed, drop_last=drop_last)
         if drop_last and length < 6:
-            continue  # no batch of 2 for each
+            continue  # too few samples for a batch of 2 on each rank
         loader = _loader(DataLoader(data, 2, shuffle=True, drop_last=drop_last), rank, 3)
         for epoch in range(2):
             torch_sampler.set_epoch(epoch)
@@ -117,7 +117,7 @@ def test_the_parts_equal_the_parts_of_a_distributed_sampler(length: int, drop_la
 
 
 @pytest.mark.parametrize("length", [1, 7, 12])
-def test_evaluation_sees_every_sample_once(length: int) -> None:
+def test_evaluation_reads_every_sample_once(length: int) -> None:
     loaders = [_loader(DataLoader(_data(length), 2), rank, 3, trains=False) for rank in range(3)]
     batches = chain.from_iterable(_read(loader) for loader in loaders)
     assert sorted(chain.from_iterable(batches)) == list(range(length))
@@ -161,10 +161,10 @@ def test_batch_samplers_are_split_by_batches_and_receive_the_epoch() -> None:
         (False, False, [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]),
     ],
 )
-def test_streams_are_shared_out_by_batches(drop_last: bool, trains: bool, expected: list[list[list[int]]]) -> None:
+def test_ranks_share_the_batches_of_a_stream(drop_last: bool, trains: bool, expected: list[list[list[int]]]) -> None:
     for rank in range(2):
         strategy = FakeStrategy(rank, 2)
-        strategy.takes_uneven = True  # no other ranks to agree with
+        strategy.takes_uneven = True  # skip the agreement with other ranks
         loader = Loader(
             DataLoader(Numbers(9), 2, drop_last=drop_last), cast(Strategy, strategy), shard=True, trains=trains
         )
@@ -172,15 +172,15 @@ def test_streams_are_shared_out_by_batches(drop_last: bool, trains: bool, expect
         assert len(loader) == len(expected[rank])
 
 
-def test_a_self_sharding_stream_stays_complete() -> None:
+def test_a_stream_is_not_divided_without_shard() -> None:
     strategy = FakeStrategy(1, 2)
     strategy.takes_uneven = True
     loader = Loader(DataLoader(Numbers(3), 1), cast(Strategy, strategy), shard=False, trains=True)
     assert _read(loader) == [[0], [1], [2]]
-    assert strategy.story == ["epoch of None", "ran out", "epoch ends"]
+    assert strategy.events == ["epoch of None", "ran out", "epoch ends"]
 
 
-def test_options_of_the_loader_stay() -> None:
+def test_options_of_the_loader_are_kept() -> None:
     options: dict[str, Any] = {
         "num_workers": 1,
         "collate_fn": _plus_one,
@@ -202,7 +202,7 @@ def _plus_one(samples: list[Any]) -> list[Any]:
     return [sample[0] + 1 for sample in samples]
 
 
-def test_workers_load_epoch_after_epoch() -> None:
+def test_persistent_workers_load_several_epochs() -> None:
     given: DataLoader[Any] = DataLoader(_data(8), 2, shuffle=True, num_workers=1, persistent_workers=True)
     loader = _loader(given, 0, 2)
     alone = _loader(DataLoader(_data(8), 2, shuffle=True), 0, 2)
@@ -210,20 +210,20 @@ def test_workers_load_epoch_after_epoch() -> None:
         assert _read(loader) == _read(alone)
 
 
-def test_the_embedder_sees_every_batch_in_advance() -> None:
+def test_the_embedder_receives_every_batch_in_advance() -> None:
     strategy = FakeStrategy()
 
     class FakeEmbedder:
         def begin(self, batch: Any) -> None:
-            strategy.story.append(f"begin {int(batch)}")
+            strategy.events.append(f"begin {int(batch)}")
 
         def prefetch(self, batch: Any) -> None:
-            strategy.story.append(f"prefetch {int(batch)}")
+            strategy.events.append(f"prefetch {int(batch)}")
 
     strategy.embedder = FakeEmbedder()
     for batch in Loader(DataLoader(Numbers(2), 1), cast(Strategy, strategy), shard=True, trains=True):
-        strategy.story.append(f"compute {int(batch)}")
-    assert strategy.story == [
+        strategy.events.append(f"compute {int(batch)}")
+    assert strategy.events == [
         *("epoch of None", "begin 0", "prefetch 1", "compute 0", "begin 1", "compute 1"),
         *("ran out", "epoch ends"),
     ]

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
     ("rows", "replicas", "expected"),
     [(30, 8, [4, 4, 4, 4, 4, 4, 4, 2]), (10, 8, [2, 2, 2, 2, 2]), (3, 8, [1, 1, 1]), (7, 1, [7])],
 )
-def test_a_batch_is_split_as_chunk_does(rows: int, replicas: int, expected: list[int]) -> None:
+def test_a_batch_is_split_like_by_torch_chunk(rows: int, replicas: int, expected: list[int]) -> None:
     x = torch.arange(rows * 2.0).view(rows, 2)
     factor = torch.tensor(3.0)
     parts = split([x, "name", factor], replicas)
@@ -37,7 +37,7 @@ def test_gather_and_scatter_are_inverse() -> None:
     assert all(torch.equal(one, other) for one, other in zip(back, parts, strict=True))
 
 
-def test_unfitting_outputs_are_reported() -> None:
+def test_outputs_that_cannot_be_joined_are_reported() -> None:
     check_outputs([[torch.rand(8, 3), None, "a"], [torch.rand(4, 3), None, "a"]], [4, 2])  # rows by time steps
     with pytest.raises(UsageError, match=r"shape \(2, 4, 8\) for 4 examples.*must be the batch"):
         check_outputs([[torch.rand(2, 4, 8)], [torch.rand(2, 2, 8)]], [4, 2])
@@ -58,7 +58,7 @@ def test_indivisible_batches_are_reported() -> None:
         split([torch.eye(4).to_sparse()], 2)
 
 
-def test_where_replicas_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replica_devices("mirrored", 3, None, "cpu") == (CPU,) * 3
     assert replica_devices("mirrored", None, ["cpu", "cpu"], None) == (CPU,) * 2
     monkeypatch.setenv("PACELINE_REPLICAS", "5")
@@ -91,7 +91,7 @@ def test_threads_share_the_cores_and_the_callers_keep_the_thread_count() -> None
         threads.close()
 
 
-def test_threads_are_in_the_callers_state() -> None:
+def test_threads_use_the_autograd_and_autocast_state_of_the_caller() -> None:
     threads = DeviceThreads([CPU] * 2, "replica")
 
     def state(_: int) -> tuple[bool, torch.dtype, bool]:
@@ -119,7 +119,7 @@ class WithLoss(nn.Module):
 
 def test_a_loss_computed_in_the_model_is_the_mean_over_the_examples() -> None:
     torch.manual_seed(0)
-    x, y = torch.randn(7, 4), torch.arange(7) % 3  # parts of 4 and 3
+    x, y = torch.randn(7, 4), torch.arange(7) % 3  # replicas get 4 and 3 examples
     model = WithLoss()
     expected = model(x, y=y)["loss"]
     (grad,) = torch.autograd.grad(model(x, y=y)["loss"], model.layer.weight)
@@ -156,7 +156,7 @@ def test_neutral_options_of_other_strategies_are_accepted(option: dict[str, Any]
         assert mirrored.name == "mirrored"
 
 
-def test_effective_or_unknown_options_are_refused() -> None:
+def test_options_with_an_effect_and_unknown_options_are_rejected() -> None:
     for option in ("sync_batch_norm", "find_unused"):
         options: dict[str, Any] = {option: True}
         with pytest.raises(UsageError, match="does not have an option"):

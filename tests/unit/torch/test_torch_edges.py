@@ -1,4 +1,4 @@
-"""Edges of the backend's calls, on a group of one rank."""
+"""Unusual calls of the backend, on a group of one rank."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_results_of_asynchronous_calls_reach_tensors_of_inference_mode() -> None
 
 
 def _conjugated() -> tuple[Any, Any]:
-    """A complex tensor with the conjugate bit, and a contiguous tensor with the negative bit."""
+    """Return a complex tensor with the conjugate bit, and a contiguous tensor with the negative bit."""
     number = torch.tensor([1 + 2j])
     return number.conj(), number[0].conj().imag
 
 
-def test_lazily_conjugated_and_negated_tensors_are_sent_as_read() -> None:
+def test_lazily_conjugated_and_negated_tensors_are_sent_correctly() -> None:
     conjugated, negated = _conjugated()
     assert negated.is_neg()
     assert negated.is_contiguous()
@@ -111,7 +111,7 @@ def test_targets_of_inference_mode_with_gaps_are_filled_in_any_thread() -> None:
     assert target.tolist() == [[3.0] * 3] * 2
 
 
-def test_nothing_to_do_is_done() -> None:
+def test_calls_without_tensors_complete_immediately() -> None:
     for work in (
         _world().allreduce_coalesced([]),
         _world().all_gather_single_coalesced([], []),
@@ -122,7 +122,7 @@ def test_nothing_to_do_is_done() -> None:
         assert work.get_future().done()
 
 
-def test_all_to_all_between_shapes_of_as_many_items() -> None:
+def test_all_to_all_between_shapes_of_equal_size() -> None:
     for splits in (None, [2]):
         output = torch.zeros(6)
         dist.all_to_all_single(output, torch.arange(6.0).view(2, 3), None if splits is None else [6], splits)
@@ -145,8 +145,8 @@ def test_a_failing_message_ends_the_future() -> None:
         receiving.get_future().wait()
 
 
-def test_a_future_is_done_after_the_follow_up() -> None:
-    """The ticket of a call is done a moment before its result has been copied to where it is wanted."""
+def test_a_future_completes_after_the_copy_of_the_result() -> None:
+    """The ticket of a call completes before its result is copied to the target."""
     ticket, copying, copied = CollectiveTicket(), threading.Event(), threading.Event()
 
     def copy() -> None:

@@ -36,7 +36,7 @@ from paceline.torch.backend.tensors import op_and_factor  # noqa: E402
 def test_public_names() -> None:
     assert paceline.torch.__all__ == sorted(paceline.torch.__all__)
     assert all(hasattr(paceline.torch, name) for name in paceline.torch.__all__)
-    paceline.torch.register()  # again: nothing happens
+    paceline.torch.register()  # a second call does nothing
     assert dist.Backend("paceline") == "paceline"
 
 
@@ -82,7 +82,7 @@ def test_ranks_on_one_machine_listen_on_loopback(tmp_path: Path) -> None:
 _TERMS = Terms(timedelta(seconds=2))
 
 
-def test_errors_are_of_both_kinds() -> None:
+def test_errors_are_errors_of_paceline_and_of_torch() -> None:
     for error in (
         RankLostError("rank 1 did not come within 2 s", (1,)),
         MismatchError("differ"),
@@ -121,7 +121,7 @@ def test_reduce_operations() -> None:
     assert op_and_factor(dist.ReduceOp.PREMUL_SUM(2.0)) == ("sum", 2.0)
 
 
-def test_parts_of_one_tensor_are_not_copied() -> None:
+def test_adjacent_parts_of_one_tensor_are_not_copied() -> None:
     whole = torch.arange(12.0)
     joined = _tensors.sources(list(whole.view(3, 4).unbind()))
     assert joined.data_ptr() == whole.data_ptr()
@@ -155,7 +155,7 @@ def test_irreducible_dtypes_can_be_moved() -> None:
 
 
 class _Recorder:
-    """Stands in for an NCCL group."""
+    """A fake NCCL group that records its calls."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -193,7 +193,7 @@ def test_tensors_on_other_devices_use_the_group_of_the_device(monkeypatch: pytes
         dist.destroy_process_group()
 
 
-def test_one_rank_alone() -> None:
+def test_a_group_of_one_rank() -> None:
     dist.init_process_group("paceline", store=HashStore(), rank=0, world_size=1)
     try:
         tensor = torch.arange(3.0)

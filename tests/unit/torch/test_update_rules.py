@@ -95,14 +95,14 @@ def test_a_rule_equals_torch_and_adopts_the_state(name: str) -> None:
     for key, value in torch_state.items():
         torch.testing.assert_close(state[key], value, atol=1e-5, rtol=1e-5)
 
-    part = make_part(optimizer)  # as a table that is loaded from torch's checkpoint
+    part = make_part(optimizer)  # like a table that is loaded from a checkpoint of torch
     start(part)
     train(part, 20)
     part.pull(Selection(None, 0, SIZE), values)
     np.testing.assert_allclose(values, parameter.detach().numpy(), atol=2e-6)
 
 
-def test_rules_serve_rows_too() -> None:
+def test_rules_update_rows() -> None:
     optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(4))], lr=0.1)
     store = SparseStore(dim=4, rule=rule_of(optimizer, optimizer.param_groups[0]))
     store.push(np.array([7], np.uint64), np.ones(4, np.float32))
@@ -115,14 +115,14 @@ class OwnStep(torch.optim.SGD):
 
 
 class Foreign(Optimizer):
-    """An optimizer from outside torch."""
+    """An optimizer that is not part of torch."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
 
 class OwnName(torch.optim.SGD):
-    """Torch's step under another name."""
+    """A subclass that inherits torch's step."""
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
@@ -146,5 +146,5 @@ def test_an_optimizer_without_a_rule_is_named(name: str) -> None:
 
 def test_a_subclass_with_torchs_step_has_torchs_rule() -> None:
     optimizer = OwnName([torch.nn.Parameter(torch.zeros(3))], lr=0.5)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # the scheduler wraps the step
     assert num_planes(rule_of(optimizer, optimizer.param_groups[0])) == 0

@@ -1,4 +1,4 @@
-"""The messages of a training about its workers."""
+"""The messages of a training about waiting and lost workers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ COLUMNS = Columns("click", ("site",), ("age", "price"), weight="w")
 
 
 def csv_text(num_rows: int) -> str:
-    """Return rows whose label follows the logarithm of the price; no single price shows this."""
+    """Return rows whose label depends on the logarithm of the price. Each price is too rare to show its effect."""
     rows = (
         f"{k / 4 - 5 > i % 7 - 3:d},s{i % 7},{'' if i % 5 == 0 else i % 50},{math.exp(k / 4):.3f},{1 + i % 2}\n"
         for i, k in enumerate(itertools.islice(itertools.cycle(range(40)), num_rows))
@@ -78,7 +78,7 @@ def assert_same(a: Batch, b: Batch) -> None:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with x.csv, and `out`, which is converted from x.csv."""
+    """A folder with x.csv and the converted file `out`."""
     folder = tmp_path_factory.mktemp("converted")
     (folder / "x.csv").write_text(SOURCES["csv"])
     convert(folder / "x.csv", folder / "out", COLUMNS)
@@ -94,7 +94,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def out(converted: Path, source: Path) -> Path:
-    """The source, converted."""
+    """The converted file of the source."""
     return Path(shutil.copy2(converted / "out", source.with_name("out")))
 
 
@@ -124,7 +124,7 @@ def test_a_converted_file_has_the_examples_of_the_sources(tmp_path: Path, format
     assert resolved.columns == sample.columns
 
 
-def test_numbers_are_brought_to_the_requested_scales(source: Path, out: Path) -> None:
+def test_numbers_are_scaled_as_requested(source: Path, out: Path) -> None:
     for how in ("auto", "standard", "log", "log-bins", "none"):
         sample = sample_data([out], numeric_scale=how)
         assert sample.columns == sample_data([source], columns=COLUMNS, numeric_scale=how).columns
@@ -133,7 +133,7 @@ def test_numbers_are_brought_to_the_requested_scales(source: Path, out: Path) ->
         )
     unweighted = sample_data([out]).columns
     assert unweighted is not None
-    assert [scale.unit > 0 for scale in unweighted.scales] == [False, True]  # as the labels show
+    assert [scale.unit > 0 for scale in unweighted.scales] == [False, True]  # the effect is logarithmic
     assert read_all(open_dataset(out, columns=unweighted.unweighted)).weights is None
 
 
@@ -162,7 +162,7 @@ def test_shards_are_ranges_of_rows(shared: Path, shard_bytes: int, order: Any) -
         assert list(dataset.read(0, count, 64)) == []
 
 
-def test_blocks_are_as_large_whatever_the_rows_are(tmp_path: Path) -> None:
+def test_sizes_of_blocks_do_not_depend_on_the_width_of_rows(tmp_path: Path) -> None:
     wide = " ".join(f"{key}:1.5" for key in range(1, 3001))
     (tmp_path / "x.svm").write_text("1 1:1\n" * 300 + f"0 {wide}\n" * 50 + "1 7:2\n" * 300)
     convert(tmp_path / "x.svm", tmp_path / "out")
@@ -172,7 +172,7 @@ def test_blocks_are_as_large_whatever_the_rows_are(tmp_path: Path) -> None:
     assert_same(read_all(open_dataset(tmp_path / "out")), read_all(open_dataset(tmp_path / "x.svm")))
 
 
-def test_a_damaged_block_is_reported_and_left_out(source: Path, out: Path) -> None:
+def test_a_damaged_block_is_reported_and_skipped(source: Path, out: Path) -> None:
     with BlockFile(out) as file:
         entries = file.entries
     assert len(entries) == 1
@@ -203,7 +203,7 @@ def test_a_damaged_block_is_reported_and_left_out(source: Path, out: Path) -> No
         list(dataset.batches(100))
 
 
-def test_a_file_of_damaged_blocks_alone_is_reported_to_be_damaged(out: Path) -> None:
+def test_a_file_with_only_damaged_blocks_is_reported(out: Path) -> None:
     with BlockFile(out) as file:
         (entry,) = file.entries
     data = bytearray(out.read_bytes())
@@ -267,7 +267,7 @@ def test_a_forged_footer_is_refused(out: Path, change: dict[str, Any], message: 
         describe_converted(str(out))
 
 
-def test_names_of_features_are_kept_on_request(source: Path, out: Path) -> None:
+def test_names_of_features_are_stored_on_request(source: Path, out: Path) -> None:
     batch = read_all(open_dataset(out))
     keys = np.unique(batch.keys)
     assert FORMATS["paceline"].find_names([str(out)], None, keys) == {}
@@ -296,7 +296,7 @@ def test_the_description_equals_the_description_of_the_sources(source: Path, out
     assert found["labels"] == {"0": 1575, "1": 1425}
 
 
-def test_mismatches_are_rejected_in_a_sentence(source: Path, out: Path, tmp_path: Path) -> None:
+def test_mismatches_are_rejected(source: Path, out: Path, tmp_path: Path) -> None:
     other = tmp_path / "x.svm"
     other.write_text(SOURCES["libsvm"])
     convert(other, tmp_path / "svm")
@@ -329,7 +329,7 @@ def test_mismatches_are_rejected_in_a_sentence(source: Path, out: Path, tmp_path
         convert(source, tmp_path / "nowhere" / "x", COLUMNS)
 
 
-def test_files_of_columns_evaluate_one_another(source: Path, out: Path, tmp_path: Path) -> None:
+def test_the_evaluation_data_may_have_another_format_with_columns(source: Path, out: Path, tmp_path: Path) -> None:
     import pyarrow.csv
     import pyarrow.parquet
 
@@ -343,8 +343,8 @@ def test_files_of_columns_evaluate_one_another(source: Path, out: Path, tmp_path
     assert format_of_evaluation([source], "libsvm") == "libsvm"  # as declared
 
 
-def test_columns_may_stand_in_another_order(tmp_path: Path) -> None:
-    """The order of the pairs is the requested order, or the order of the first of several files."""
+def test_files_may_have_their_columns_in_another_order(tmp_path: Path) -> None:
+    """The pairs have the order of the option, or the order in the first of several files."""
     orders = [("click", "a", "b", "x", "y"), ("click", "b", "y", "a", "x")]
     rows = [
         {"click": i % 2, "a": f"a{i % 3}", "b": f"b{i % 4}", "x": i / 8 if i % 5 else "", "y": i % 9} for i in range(90)
@@ -364,7 +364,7 @@ def test_columns_may_stand_in_another_order(tmp_path: Path) -> None:
     assert_same(read_all(open_dataset([p, q])), Batch.concatenate([read_all(open_dataset(p))] * 2))
 
 
-def test_lists_stay_next_to_scaled_numbers(tmp_path: Path) -> None:
+def test_lists_are_unchanged_next_to_scaled_numbers(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -412,4 +412,4 @@ def test_malformed_lines_are_skipped_and_reported(tmp_path: Path) -> None:
     assert describe_converted(str(out)).description.num_bad == 1
     with pytest.raises(DataError, match="line 2 is malformed"):
         convert(path, out, strict=True)
-    assert describe_converted(str(out)).num_examples == 2  # the old one
+    assert describe_converted(str(out)).num_examples == 2  # the old file

@@ -1,4 +1,4 @@
-"""The offset follows a drifting rate once; tuning does not change settings that the user gave."""
+"""The offset is corrected once for a drifting rate. Tuning does not change settings that the user gave."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from paceline.training.planning import given_settings
 
 
 def _mean_prediction(rate_of_newest: float, *, is_gradual: bool = False) -> float:
-    """Return the mean prediction for the newest eighth, whose rate changed from 5%, after the correction."""
+    """Return the corrected mean prediction for the newest eighth of the data, whose rate has changed from 5%."""
     n = 16_000
     rates = np.full(n, 0.05)
     rates[-n // 8 :] = np.linspace(0.05, rate_of_newest, n // 8) if is_gradual else rate_of_newest
     labels = (np.random.default_rng(0).random(n) < rates).astype(np.float32)
     predictions = np.full(n, 0.06, np.float32)
     model = MODELS["lr"]()
-    trial = Optimism(1.5, 0.05)  # on the newest rows, as the trial of a drifting file shows it
+    trial = Optimism(1.5, 0.05)  # measured on the newest rows, like in a trial of drifting data
     assert isinstance(model, ClickProbabilityModel)
     offset = model.calibrated(labels, predictions, None, trial).offset
     return float(1 / (1 + np.exp(-(np.log(0.06 / 0.94) + offset))))
@@ -39,7 +39,7 @@ def test_drift_is_corrected_once(rate: float) -> None:
     assert _mean_prediction(rate) == pytest.approx(rate, rel=0.1)
 
 
-def test_a_changing_rate_is_not_followed() -> None:
+def test_the_end_of_a_changing_rate_is_not_extrapolated() -> None:
     mean = 0.05 * 7 / 8 + (0.05 + 0.5) / 2 / 8
     assert _mean_prediction(0.5, is_gradual=True) == pytest.approx(mean, rel=0.1)
 
@@ -49,8 +49,8 @@ def _labels_of(rates: Doubles, seed: int) -> Floats:
 
 
 @pytest.mark.parametrize("rate", [0.08, 0.12])
-def test_a_small_step_of_few_rows_is_followed(rate: float) -> None:
-    """Over 20 files of 6,500 rows; one file has some 65 positives in its newest eighth."""
+def test_a_small_step_in_few_rows_is_corrected(rate: float) -> None:
+    """The mean over 20 samples of 6,500 rows is right. The newest eighth of a sample has about 65 positives."""
     rates = np.where(np.arange(6500) < 6500 * 7 / 8, 0.05, rate)
     offset = math.log(0.06 / 0.94)
     found = []
@@ -71,7 +71,7 @@ def test_a_constant_rate_is_not_a_drift() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"epochs": 2, "lr": 0.1}])
 @pytest.mark.parametrize("is_ordered", [True, False])
-def test_a_rising_rate_over_the_file_is_right_in_the_mean(given: dict[str, Any], is_ordered: bool) -> None:
+def test_the_mean_prediction_is_right_if_the_rate_rises(given: dict[str, Any], is_ordered: bool) -> None:
     rates = 1 / (1 + np.exp(4.5 - 5 * (np.arange(8000) / 8000) ** 3))
     labels, noise = _labels_of(rates, 1), np.random.default_rng(2).normal(0, 1, (8000, 3))
     order = np.arange(8000) if is_ordered else np.random.default_rng(4).permutation(8000)
@@ -79,8 +79,8 @@ def test_a_rising_rate_over_the_file_is_right_in_the_mean(given: dict[str, Any],
     assert fitted.predict_proba(noise)[:, 1].mean() == pytest.approx(labels.mean(), rel=0.08)
 
 
-def test_a_ramp_followed_by_the_model_is_not_a_step() -> None:
-    """The model is too high by 1 on the newest quarter, and by 3 before."""
+def test_a_ramp_that_the_model_predicts_is_not_taken_for_a_step() -> None:
+    """The margins of the model are too high by 1 for the newest quarter, and by 3 for the other rows."""
     time = np.arange(8000) / 8000
     margins = -4.5 + 5 * time**3
     labels = _labels_of(1 / (1 + np.exp(-margins)), 1)
@@ -90,7 +90,7 @@ def test_a_ramp_followed_by_the_model_is_not_a_step() -> None:
     assert (1 / (1 + np.exp(-learned - found.offset))).mean() == pytest.approx(labels.mean(), rel=0.05)
 
 
-def test_given_settings_are_known() -> None:
+def test_given_settings_are_distinguished_from_suggestions() -> None:
     model = MODELS["regression"]()
     assert given_settings(TrainOptions(model=model, data=["x"], update=suited_ftrl)) == []
     given = TrainOptions(model=model, data=["x"], update=lambda lr, l1, l2: make_update(lr=lr, l1=2.0, l2=l2))

@@ -21,7 +21,7 @@ def found(loss: float) -> ClickEvaluation:
 
 
 def passes(*losses: float, patience: int = 2, min_delta: float = 0.0) -> PassLosses:
-    """Note losses until the training is over."""
+    """Add losses until the training is over."""
     noted = PassLosses(EarlyStopping(validation=["v"], patience=patience, min_delta=min_delta))
     for number, loss in enumerate(losses, 1):
         noted.add(number, found(loss))
@@ -42,14 +42,14 @@ def passes(*losses: float, patience: int = 2, min_delta: float = 0.0) -> PassLos
         ((math.nan, math.nan, math.nan), {"patience": 1}, 3, 3),
     ],
 )
-def test_the_best_pass_and_the_last(
+def test_numbers_of_the_best_and_the_last_pass(
     losses: tuple[float, ...], settings: dict[str, float], best: int, last: int
 ) -> None:
     noted = passes(*losses, **settings)  # type: ignore[arg-type]
     assert (noted.best_pass, noted.last_pass) == (best, last)
 
 
-def test_printed_passes() -> None:
+def test_output_of_passes() -> None:
     noted = passes(0.5, 0.4, 0.45, 0.46)
     assert noted.line(found(0.46)).startswith("pass 4: on the validation file AUC 0.7500, log loss 0.4600")
     assert noted.line(found(0.46)).endswith("(2 after the best)")
@@ -66,15 +66,15 @@ def test_printed_passes() -> None:
     assert "The model is" not in passes(0.5, 0.4).summary(2)
 
 
-def test_passes_of_a_former_run_are_kept() -> None:
+def test_passes_of_an_earlier_run_are_kept() -> None:
     noted = PassLosses(EarlyStopping(validation=["v"]))
     noted.continue_from(passes(0.5, 0.4).as_json())
     noted.add(3, found(0.3))
     assert [entry["pass"] for entry in noted.as_json()["passes"]] == [1, 2, 3]
 
 
-def test_a_better_pass_of_a_former_run() -> None:
-    """The last pass has the best one's number, or a lower one, and is another model."""
+def test_the_best_pass_of_an_earlier_run_stays_the_best() -> None:
+    """Passes of the resumed run have the number of the best pass, or a lower number, but give another model."""
     noted = PassLosses(EarlyStopping(validation=["v"]))
     noted.best_pass, noted.best_loss = 2, 0.4
     for number in (1, 2):
@@ -84,8 +84,8 @@ def test_a_better_pass_of_a_former_run() -> None:
     assert noted.summary(2).endswith("The model is from pass 2")
 
 
-def test_the_best_pass_of_another_training_is_none(tmp_path: Path) -> None:
-    """A pass with other validation files does not count, nor a directory without a model."""
+def test_the_best_pass_of_another_training_is_ignored(tmp_path: Path) -> None:
+    """A best pass with other validation files is ignored, and so is a directory without a model."""
     kept = {"best_pass": 3, "best_loss": 0.1, "origin": {"run": "a", "validation": [["v", 10]]}}
     save_model(tmp_path, [], kept)
     for origin, number in (

@@ -1,4 +1,4 @@
-"""Columns and headers that options give: they apply, or one sentence refuses them."""
+"""Options that name columns or a header are applied, or rejected with a message."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def sample_of(path: Path, text: str, weight: str | None = None, **options: Any) 
 
 @pytest.mark.parametrize("kind", ["categorical", "ignore", "weight"])
 def test_any_given_name_implies_a_header(tmp_path: Path, kind: str) -> None:
-    text = "click,city,size,3\n" + "click,city,1,3\n0,Oslo,2,2\n" * 40  # more than half of the words occur below
+    text = "click,city,size,3\n" + "click,city,1,3\n0,Oslo,2,2\n" * 40  # most words of the first row also occur below
     given: dict[str, Any] = {"weight": "size"} if kind == "weight" else {kind: ("size",)}
     found = sample_of(tmp_path / "x.csv", text, label="0", **given)
     assert (found.columns is not None, found.header_note) == (True, None)
     assert found.columns.label == "click"  # type: ignore[union-attr]
 
 
-def test_position_like_names_are_names_if_in_the_header(tmp_path: Path) -> None:
+def test_names_such_as_c1_are_names_if_the_header_has_them(tmp_path: Path) -> None:
     dialect = guess_dialect("c3,c1,c2\n1,0,5\n0,1,6\n", ["c1"], "yes")
     assert dialect is not None
     assert dialect.names == ("c3", "c1", "c2")
@@ -58,7 +58,7 @@ def test_parquet_has_no_option_for_a_header(tmp_path: Path) -> None:
         ({"numeric": ("click",)}, "--numeric click: this column is the label"),
     ],
 )
-def test_fields_of_json_are_checked_as_columns_are(options: dict[str, Any], problem: str) -> None:
+def test_options_that_name_fields_of_json_are_checked(options: dict[str, Any], problem: str) -> None:
     assert find_json_columns("x", OBJECTS, ReadOptions(categorical=("age",))).categorical == ("user", "age")
     with pytest.raises(UsageError, match=problem):
         find_json_columns("x", OBJECTS, ReadOptions(**options))
@@ -77,21 +77,21 @@ def test_fields_of_json_are_checked_as_columns_are(options: dict[str, Any], prob
         ({"categorical": ("city",), "ignore": ("*",)}, False),
     ],
 )
-def test_options_for_converted_data_fit_the_columns_or_not(options: dict[str, Any], fits: bool) -> None:
+def test_options_for_converted_data_are_compared_with_its_columns(options: dict[str, Any], fits: bool) -> None:
     columns, names = Columns("click", ("city",), ("age",)), ["city", "click", "age", "size"]
     assert ReadOptions(**options).fit("x", columns, names) == fits
     with pytest.raises(UsageError, match="--text typo: "):
         ReadOptions(**options | {"text": ("typo",)}).fit("x", columns, names)
 
 
-def test_places_count_in_the_file_and_not_in_the_columns_of_a_model() -> None:
+def test_positions_refer_to_the_file_and_not_to_the_columns_of_a_model() -> None:
     columns, names = Columns("click", ("city",)), ["id", "city", "click"]
     assert ReadOptions(label="2", ignore=("id",)).fit("x", columns, names)
     assert not ReadOptions(label="1").fit("x", columns, names)
 
 
 @pytest.mark.parametrize("change", [{"text": ("b", "a")}, {"header": "yes"}, {"trims": False}])
-def test_a_training_resumes_with_the_same_columns_only(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_training_can_only_be_resumed_with_the_same_columns(tmp_path: Path, change: dict[str, Any]) -> None:
     (tmp_path / "x.csv").write_text("y,a,b\n" + "1,so it is,no\n0,it was,yes\n" * 20)
     columns = Columns("y", text=("a", "b"))
     with open_dataset(tmp_path / "x.csv", columns=columns) as before:
@@ -111,7 +111,7 @@ def described(*reasons: str) -> BadData:
     return describe_bad_lines([([(0, 0, 90)], lines)])
 
 
-def test_only_unlabelled_lines_of_vowpal_wabbit_do_not_count_as_malformed() -> None:
+def test_unlabelled_lines_of_vowpal_wabbit_are_not_malformed() -> None:
     missing, other = "it has no label", "it has no |"
     described(missing, missing).check(10, 0.05, "vw")
     for lines, format in ((described(missing, missing), "jsonl"), (described(missing, other), "vw")):

@@ -1,4 +1,4 @@
-"""Every hyperparameter of the user reaches the trainer, for every model, from the command line and from estimators."""
+"""The trainer uses every given hyperparameter, for every model, from the command line and from estimators."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALONE = [
 
 
 class _PlannedError(Exception):
-    """The end of a command or of a fit before the training."""
+    """Raised in place of the training, with the training's plan already recorded."""
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def plan_of_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[T
 
 
 def value_in(plan: TrainingPlan, name: str) -> Any:
-    """Return the value of a hyperparameter that the training uses."""
+    """Return the value that the training uses for a hyperparameter."""
     if name in ("epochs", "batch_size"):
         return getattr(plan, name)
     if name in RULE:

@@ -1,4 +1,4 @@
-"""Shards that are read at the same time."""
+"""Minibatches mixed from several shards that are read at the same time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ROWS = 4000
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 8, 64, 100, 1001])
-def test_leaping_visits_every_shard_once(num_shards: int) -> None:
+def test_the_order_of_shards_has_every_shard_once(num_shards: int) -> None:
     for epoch in (0, 1, 5):
         assert sorted(leaping(i, num_shards, epoch) for i in range(num_shards)) == list(range(num_shards))
 
 
-def test_leaps_are_spread() -> None:
+def test_successive_shards_are_far_apart() -> None:
     first = sorted(leaping(i, 100, 0) for i in range(8))
     assert max(np.diff([*first, first[0] + 100])) <= 25
 
@@ -30,7 +30,7 @@ def test_leaps_are_spread() -> None:
 def read_epoch(
     dataset: Dataset, epoch: int, num_shards: int, *, batch_size: int = 64
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Read an epoch as a worker does; the rows' numbers batch by batch, and the leases in the order of their ends."""
+    """Read an epoch like a worker; return the row numbers of each batch, and the leases in order of completion."""
     shards = MixedShards(dataset, Weighting(), batch_size, 8)
     leases = [Lease(lease=i, epoch=epoch, shard=i, num_shards=num_shards) for i in range(num_shards)]
     batches, ends = [], []
@@ -45,7 +45,7 @@ def read_epoch(
     return batches, ends
 
 
-def test_minibatches_have_examples_from_everywhere(tmp_path: Path) -> None:
+def test_minibatches_have_examples_from_all_parts_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "x.svm"
     file.write_text("".join(f"{int(i >= ROWS / 2)} {i}:1\n" for i in range(ROWS)))
     with open_dataset(file, shard_bytes=1024) as dataset:
@@ -59,7 +59,7 @@ def test_minibatches_have_examples_from_everywhere(tmp_path: Path) -> None:
     assert np.mean([0.2 < (batch >= ROWS / 2).mean() < 0.8 for batch in whole]) > 0.9
 
 
-def test_a_packed_file_is_read_in_order_once_and_then_mixed(tmp_path: Path) -> None:
+def test_shards_of_a_compressed_file_are_mixed_from_the_second_pass(tmp_path: Path) -> None:
     file = tmp_path / "x.svm.gz"
     file.write_bytes(gzip.compress("".join(f"{int(i >= ROWS / 2)} {i}:1\n" for i in range(ROWS)).encode()))
     with open_dataset(file, shard_bytes=1024, cache_dir=tmp_path / "cache") as dataset:

@@ -1,4 +1,4 @@
-"""Trials of models other than logistic regression: found settings, given settings, and useless factors."""
+"""Trials of models other than logistic regression: chosen settings, given settings, and factors without benefit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_linear(n: int, seed: int = 0) -> ExampleSample:
     return sample_batch(Batch(labels, np.arange(0, 4 * n + 1, 4), keys.reshape(-1).astype(np.uint64)))
 
 
-def test_factors_are_found_where_pairs_matter() -> None:
+def test_settings_of_factors_are_chosen_if_pairs_have_an_effect() -> None:
     sample = sample_batch(make_pairs(0).slice(0, 400))
     found = search(SparseFactorizationMachine(dim=4), sample)
     assert found.note is None
@@ -55,7 +55,7 @@ def test_given_settings_are_not_changed() -> None:
 
 
 def test_no_factors_without_a_benefit() -> None:
-    """The model is then the logistic regression with its rule and passes; the losses of both are reported."""
+    """Without factors, the model has the rule and passes of logistic regression. The losses of both are reported."""
     found = search(SparseFactorizationMachine(), make_linear(400, seed=1))
     assert found.model.factor_min_count == MOST_COUNTED  # type: ignore[attr-defined]
     assert (found.rule, found.passes) == (RULE, 3)
@@ -64,7 +64,7 @@ def test_no_factors_without_a_benefit() -> None:
     assert (given.model.factor_min_count, given.note) == (1, None)  # type: ignore[attr-defined]
 
 
-def test_of_a_part_the_usual_settings_are_kept() -> None:
+def test_a_trial_on_a_part_of_the_data_keeps_the_usual_settings() -> None:
     whole = make_linear(1000)
     part = ExampleSample(whole.batch, whole.starts, 10**6, False)
     found = search(SparseFactorizationMachine(), part)
@@ -73,7 +73,7 @@ def test_of_a_part_the_usual_settings_are_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", [LeastSquares, PoissonRegression, SoftmaxRegression])
-def test_linear_models(kind: type[LeastSquares | PoissonRegression | SoftmaxRegression]) -> None:
+def test_rule_and_passes_of_linear_models(kind: type[LeastSquares | PoissonRegression | SoftmaxRegression]) -> None:
     """A rate that is a hundred times too small is rejected.
 
     A rule other than FTRL is unchanged, and its passes are chosen.
@@ -96,8 +96,8 @@ def test_linear_models(kind: type[LeastSquares | PoissonRegression | SoftmaxRegr
     assert 1 <= other.passes <= 64
 
 
-def test_a_slow_model_is_tried_on_a_part() -> None:
-    """Runs from all over the sample, the newest among them."""
+def test_the_trial_of_a_slow_model_uses_a_part_of_the_sample() -> None:
+    """The part has runs of rows from all parts of the sample, also the newest rows."""
     batch = make_pairs(0)
     sample = sample_batch(Batch.concatenate([batch, batch, batch]))
     trial = ModelTrial(SparseFactorizationMachine(dim=512), sample, 8, is_mixed=False)

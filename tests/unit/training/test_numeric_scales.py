@@ -1,4 +1,4 @@
-"""Scales and bins of all numeric columns together, equal in every format."""
+"""Scales and bins are chosen for all numeric columns together. They are the same in every format."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def examples(x: Any, labels: Any) -> Batch:
 
 
 def curved_data(n: int = 1500) -> tuple[Any, Any]:
-    """Return two numbers, one with a nonlinear effect, and a mark of two values."""
+    """Return rows of two numbers and a mark with two values, and labels. The first number has a nonlinear effect."""
     x = np.column_stack([RANDOM.normal(size=(n, 2)), RANDOM.integers(1, 3, n)])
     return x, RANDOM.random(n) < 1 / (1 + np.exp(3 - 3 * x[:, 0] ** 2 - x[:, 1]))
 
 
 def test_numeric_features() -> None:
-    """Three values or more, in a tenth of the rows; absent numbers are 0 if the format defines this."""
+    """A numeric feature has three or more values and occurs in at least a tenth of the rows."""
     x, labels = curved_data(400)
     x = np.column_stack([x, np.where(np.arange(400) % 4, 0, x[:, 0]), np.where(np.arange(400) % 40, 0, x[:, 0])])
     batch = examples(x, labels)
@@ -59,12 +59,12 @@ def test_numeric_features() -> None:
     assert [(entry.key, len(entry.numbers)) for entry in present] == [(0, 400), (1, 400), (3, 100)]
     assert present[2].labels.tolist() == labels[::4].tolist()
     assert find_numeric_features(Batch(batch.labels, batch.indptr, batch.keys), absent_is_zero=True) == []
-    words = RANDOM.permuted(np.tile(np.arange(900) < 8, (400, 1)), axis=1)  # only few zeros are added to them
+    words = RANDOM.permuted(np.tile(np.arange(900) < 8, (400, 1)), axis=1)  # words that nearly all rows lack
     found = find_numeric_features(examples(np.column_stack([x, words]), labels), absent_is_zero=True)
     assert [entry.key for entry in found] == [0, 1]
 
 
-def test_candidates_begin_with_the_usual_scales_and_none_comes_twice() -> None:
+def test_the_first_candidate_has_the_usual_scales_and_candidates_are_distinct() -> None:
     x, labels = curved_data()
     features = [NumericFeature(key, None, x[:, key], labels.astype(np.float64)) for key in (0, 1)]
     found = candidate_scales(explain_features(features))
@@ -72,11 +72,11 @@ def test_candidates_begin_with_the_usual_scales_and_none_comes_twice() -> None:
     assert len(set(found)) == len(found)
     assert (8, 8) in [tuple(len(scale.edges) + 1 for scale in scales) for scales in found]
     assert not any(scale.edges for scale in found[-1])
-    unlabelled = [NumericFeature(0, None, x[:, 0], np.arange(1500.0) % 3)]  # classes, or counts
+    unlabelled = [NumericFeature(0, None, x[:, 0], np.arange(1500.0) % 3)]  # labels of classes or counts
     assert not candidate_scales(explain_features(unlabelled))[0][0].edges
 
 
-def test_other_scales_are_unchanged() -> None:
+def test_scales_of_other_features_are_unchanged() -> None:
     before = KeyScaling(np.array([0, 1], np.uint64), np.array([3.0, 0.0]), np.array([2.0, 4.0]), 8.0)
     features = [NumericFeature(key, None, RANDOM.normal(size=50), np.zeros(50)) for key in (0, 1, 5)]
     scales = [Scale(0, 7, 7), Scale(0, 0, 0, 1.0, (-1.0, 1.0)), Scale(2.0, 0.5, 1.5)]
@@ -85,14 +85,14 @@ def test_other_scales_are_unchanged() -> None:
     assert found is not None
     assert found.other_scale == 8.0
     assert (found.means.tolist(), found.scales.tolist()) == ([3.0, 0.0, 0.5], [2.0, 1.0, 1.5])
-    assert found.edges == {1: (0.0, 2.0)}  # less the centre
+    assert found.edges == {1: (0.0, 2.0)}  # the centre is subtracted from the edges
     assert found.filled is not None
     assert found.filled.tolist() == [True, True, True]
 
 
 def test_column_scaling_returns_scaled_rows_and_does_not_change_the_argument() -> None:
     key = np.array([name_seed("a")], np.uint64)
-    batch = Batch(np.zeros(1, np.float32), np.array([0, 1]), key, np.array([3.0], np.float32))  # 5 less a centre of 2
+    batch = Batch(np.zeros(1, np.float32), np.array([0, 1]), key, np.array([3.0], np.float32))  # 5 - centre
     scaling = ColumnScaling(["a"], [2.0], [Scale(0.0, 1.0, 8.0, 2.0)])
     values = scaling.apply(batch).values
     assert values is not None
@@ -112,7 +112,7 @@ def test_the_trial_prefers_the_usual_scale_unless_another_is_clearly_better() ->
     assert best_scaling(noise, [None, bins]) == 0
 
 
-def test_numbered_features_on_any_scale() -> None:
+def test_options_for_the_scale_of_numbered_features() -> None:
     x, labels = curved_data()
     sample = sample_batch(examples(x, labels))
     chosen = choose_key_scaling(sample, "auto", absent_is_zero=True)
@@ -129,7 +129,7 @@ def write(path: Path, lines: Sequence[str]) -> str:
     return str(path)
 
 
-def test_equal_numbers_are_cut_into_equal_bins_in_every_format(tmp_path: Path) -> None:
+def test_equal_numbers_get_equal_bins_in_every_format(tmp_path: Path) -> None:
     """The description uses the names of the features."""
     x, labels = curved_data()
     rows = [[f"{value:.6g}" for value in row] for row in x[:, :2].tolist()]
@@ -162,8 +162,8 @@ def test_a_factorization_machine_uses_numbers_if_pairs_explain_more_than_bins() 
     assert found.edges
 
 
-def test_scales_are_tried_on_examples_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial of scales holds out the same kind of examples as the trial of rates."""
+def test_scales_are_tried_on_examples_from_all_parts_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of scales holds out mixed examples, even of sorted data."""
     x, labels = curved_data()
     held_out: list[bool] = []
 
@@ -180,7 +180,7 @@ def test_scales_are_tried_on_examples_from_everywhere(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("model", ["lr", "poisson"])
 @pytest.mark.parametrize("format", ["csv", "parquet"])
 def test_the_sample_of_the_scales_is_the_training_sample(tmp_path: Path, format: str, model: str) -> None:
-    """With bins, numbers far from 0, missing numbers, words and weights: equal to the bit, and unchanged afterwards."""
+    """The samples are equal bit by bit: with bins, numbers far from 0, missing numbers, words and weights."""
     x, labels = curved_data()
     rows = zip(labels.astype(int).tolist(), x.tolist(), strict=True)
     lines = [

@@ -31,7 +31,7 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
-def test_all_is_found_on_the_data(data: Path) -> None:
+def test_all_settings_are_chosen_on_the_data(data: Path) -> None:
     plan = plan_training(TrainOptions(data=[data]))
     assert isinstance(plan.update, FTRL)
     of_standardised = [0.35 / 4**0.5, 0.7 / 4**0.5]
@@ -48,7 +48,7 @@ def test_all_is_found_on_the_data(data: Path) -> None:
     assert plan_training(TrainOptions(data=[data])).settings() == plan.settings()
 
 
-def test_given_settings_stay(data: Path) -> None:
+def test_given_settings_are_used(data: Path) -> None:
     plan = plan_training(TrainOptions(data=[data], epochs=3, batch_size=7, update=FTRL(alpha=0.01, l1=2.0)))
     assert (plan.epochs, plan.batch_size, plan.update) == (3, 7, FTRL(alpha=0.01, l1=2.0))
     other = plan_training(TrainOptions(data=[data], update=SGD(lr=0.1)))
@@ -58,10 +58,10 @@ def test_given_settings_stay(data: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "epochs"), [("lr", None), ("lr", 3), ("poisson", 3), ("fm", 3)])
-def test_tune_keeps_the_default_where_no_other_setting_is_better(
+def test_tune_keeps_the_default_if_no_other_setting_is_better(
     data: Path, name: str, epochs: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default takes part in the search on the same held-out examples."""
+    """The search also evaluates the default on the same held-out examples."""
     default = plan_training(TrainOptions(data=[data], model=make_model(name), epochs=epochs))
     monkeypatch.setattr(HeldOutLosses, "is_below", lambda self, other, errors=1.0: False)
     unchanged = plan_training(TrainOptions(data=[data], model=make_model(name), epochs=epochs))
@@ -87,14 +87,14 @@ def test_without_a_sample_settings_do_not_depend_on_the_data(data: Path) -> None
     assert plan.chosen_on == 0
 
 
-def test_sorted_labels_are_mixed(data: Path) -> None:
+def test_data_sorted_by_label_is_mixed(data: Path) -> None:
     data.write_text("".join(sorted(data.read_text().splitlines(keepends=True))))
     plan = plan_training(TrainOptions(data=[data]))
     assert plan.shards_at_once > 1
     assert "labels come in runs" in plan.sentence()
 
 
-def test_bad_numbers_and_empty_data(data: Path) -> None:
+def test_invalid_numbers_and_empty_data_are_rejected(data: Path) -> None:
     with pytest.raises(UsageError, match="epochs=0: expected a positive whole number"):
         plan_training(TrainOptions(data=[data], epochs=0))
     data.write_text("\n")

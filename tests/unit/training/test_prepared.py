@@ -1,4 +1,4 @@
-"""Minibatches in memory: equal to reading again, within their limit, and only if they are read again."""
+"""Minibatches kept in memory equal the minibatches of the file. They stay within a limit of memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARD_BYTES = 1 << 16
 
 @dataclasses.dataclass
 class Log:
-    """A log of several shards, and the number of reads of each shard from the disk."""
+    """A log of several shards, and the number of shards read from the disk."""
 
     path: Path
     dataset: Dataset
@@ -73,7 +73,7 @@ def make_job(log: Log, **changes: object) -> WorkerTask:
     return msgspec.structs.replace(job, **changes)
 
 
-def test_later_passes_are_the_same_and_read_nothing(log: Log) -> None:
+def test_later_passes_have_the_same_minibatches_without_reads(log: Log) -> None:
     shards, job, model = PreparedShards(), make_job(log), make_model("lr")
     first = read_pass(shards, log, 0, job, model)
     num_shards = log.dataset.num_shards(0)
@@ -98,14 +98,14 @@ def test_the_first_shards_are_kept_up_to_the_limit(log: Log) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"epochs": 1}, {"weighting": Weighting(keep_negatives=0.5)}])
-def test_data_with_differences_in_later_passes_is_not_cached(log: Log, changes: dict[str, object]) -> None:
+def test_minibatches_that_change_in_later_passes_are_not_kept(log: Log, changes: dict[str, object]) -> None:
     shards = PreparedShards()
     read_pass(shards, log, 0, make_job(log, **changes), make_model("lr"))
     assert shards.num_bytes == 0
 
 
 @pytest.mark.parametrize("changes", [{"batch_size": 32}, {"weighting": Weighting(classes={"1": 3.0})}])
-def test_other_minibatches_are_read_again(log: Log, changes: dict[str, object]) -> None:
+def test_minibatches_with_other_settings_are_read_again(log: Log, changes: dict[str, object]) -> None:
     shards, model, job = PreparedShards(), make_model("lr"), make_job(log, **changes)
     before = read_pass(shards, log, 0, make_job(log), model)
     num_first = log.num_read
@@ -123,7 +123,7 @@ def test_a_changing_file_is_an_error(log: Log) -> None:
 
 
 def test_a_shuffled_training_reads_the_same_rows_in_another_order(log: Log) -> None:
-    """The last pass has the order of the file. The other passes are alike, and read no row twice."""
+    """The last pass has the order of the file. The other passes share one shuffled order."""
     shards, model, num_shards = PreparedShards(), make_model("lr"), log.dataset.num_shards(0) or 0
     in_order = read_pass(PreparedShards(), log, 0, make_job(log), model)
     num_before, job = log.num_read, make_job(log, is_shuffled=True)
@@ -136,7 +136,7 @@ def test_a_shuffled_training_reads_the_same_rows_in_another_order(log: Log) -> N
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.3])
-def test_shuffled_minibatches_stand_for_all_rows(log: Log, keep: float) -> None:
+def test_shuffled_minibatches_count_all_rows(log: Log, keep: float) -> None:
     job, model = make_job(log, is_shuffled=True, weighting=Weighting(keep_negatives=keep)), make_model("lr")
     shards, counts = PreparedShards(), []
     shards.begin(job, model)
@@ -154,7 +154,7 @@ def test_shuffled_minibatches_stand_for_all_rows(log: Log, keep: float) -> None:
 
 @pytest.mark.parametrize("reordered", [(1,), (2,)])
 def test_a_started_pass_keeps_the_order(log: Log, reordered: tuple[int, ...]) -> None:
-    """A pass of the opposite order is not taken from the minibatches that are kept."""
+    """If a resumed pass has the other order, it does not use the minibatches in memory."""
     model = make_model("lr")
     in_order = read_pass(PreparedShards(), log, 0, make_job(log), model)
     shuffled = read_pass(PreparedShards(), log, 0, make_job(log, is_shuffled=True), model)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: their shares, how they are written, and which update rules take them."""
+"""Learning-rate schedules: their factors, their notation, and the update rules that support them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from paceline.training.worker.table_rates import WorkerRates
         ("step:2:0.1", [1, 1, 0.1, 0.1, 0.01]),
     ],
 )
-def test_shares_of_four_passes(text: str, shares: list[float]) -> None:
+def test_factors_of_four_passes(text: str, shares: list[float]) -> None:
     plan = RatePlan(schedule=parse_schedule(text))
     assert [plan.share(passes, 4) for passes in range(5)] == pytest.approx(shares, abs=1e-6)
     assert parse_schedule(str(plan.schedule)) == plan.schedule
-    assert plan.share(4.5, 4) == plan.share(4, 4)  # a resumed training may have fewer passes than are done
+    assert plan.share(4.5, 4) == plan.share(4, 4)  # a resumed training may have fewer passes than it has completed
 
 
 def test_every_schedule_has_a_case() -> None:
@@ -61,14 +61,14 @@ def test_warming_up() -> None:
         ("exponential:1.5", "expected factor above 0 and at most 1"),
     ],
 )
-def test_no_schedule(text: str, message: str) -> None:
+def test_invalid_schedules_are_rejected(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_schedule(text)
     with pytest.raises(UsageError, match="--warmup -1: expected"):
         RatePlan(warmup=-1)
 
 
-def test_which_rules_take_one() -> None:
+def test_rules_with_a_learning_rate_support_schedules() -> None:
     plan = RatePlan(schedule=StepRate())
     for rule in (SGD(lr=0.2), Adam(lr=0.2)):
         plan.check(rule)
@@ -81,7 +81,7 @@ def test_which_rules_take_one() -> None:
 
 
 def test_rates_constant_within_passes() -> None:
-    """The first pass teaches too, and a rate that would be whole from the start is none that warms up."""
+    """With sequential consistency, the rate is constant within a pass, so a warmup needs more than one pass."""
     plan = RatePlan(schedule=parse_schedule("linear"), warmup=2)
     assert [plan.share_of_pass(number, 4) for number in (1, 2, 3, 4)] == pytest.approx([0.5, 0.75, 0.5, 0.25])
     plan.check_consistency(Sequential())
@@ -93,8 +93,8 @@ def test_rates_constant_within_passes() -> None:
     RatePlan(schedule=parse_schedule("linear")).check_consistency(Sequential())
 
 
-def test_how_far_a_lease_is(tmp_path: Path) -> None:
-    """The progress counts shards at any place of a pass: the shard of a small file alone is half a pass."""
+def test_progress_of_a_lease(tmp_path: Path) -> None:
+    """The progress counts the shards of a pass: here, the only shard of the small file is a quarter of a pass."""
     files = [tmp_path / "a.libsvm", tmp_path / "b.libsvm"]
     files[0].write_text("1 3:1 5:1\n" * 10)
     files[1].write_text("0 4:1 5:1\n" * 30)

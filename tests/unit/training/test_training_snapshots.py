@@ -1,4 +1,4 @@
-"""When snapshots are due, and which data a training may be resumed with."""
+"""The times of snapshots, and the data with which a training may be resumed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from paceline.training.snapshots import Resumption, describe_training, parse_eve
         (" 1_000_000 ", (None, 1_000_000)),
     ],
 )
-def test_every(text: str, meant: tuple[float | None, int | None]) -> None:
+def test_intervals_of_snapshots_are_parsed(text: str, meant: tuple[float | None, int | None]) -> None:
     assert parse_every(text) == meant
 
 
 @pytest.mark.parametrize("text", ["", "s", "0", "0s", "-5s", "5 days", "1e5", "30S", "nan", "inf"])
-def test_no_every(text: str) -> None:
+def test_invalid_intervals_are_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="a time such as 30s, 5m or 1h, or a number of examples"):
         parse_every(text)
 
@@ -91,7 +91,7 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
 
 @pytest.fixture
 def started_training(tmp_path: Path) -> tuple[TrainOptions, SnapshotManifest]:
-    """Options that resume a training of 2 passes, in the middle of its last one, and its snapshot."""
+    """The options and the snapshot of a training that is resumed in the second of its 2 passes."""
     file = tmp_path / "a.libsvm"
     file.write_text("1 3:1 5:1\n0 4:1\n" * 50)
     options = TrainOptions(data=[file], epochs=2)
@@ -124,10 +124,10 @@ def reordered(plan: TrainingPlan) -> tuple[int, ...]:
     return Resumption(plan.resumed).reordered(plan)
 
 
-def test_a_started_pass_keeps_the_order_with_more_passes(
+def test_a_started_pass_keeps_its_order_if_passes_are_added(
     started_training: tuple[TrainOptions, SnapshotManifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pass that was the last one stays in the order of the file, also after a second resumption."""
+    """The second pass was the last pass, so it keeps the order of the file, also after a second resumption."""
     options, manifest = started_training
     assert reordered(resume(options, manifest, monkeypatch)) == ()
     longer = resume(options, manifest, monkeypatch, epochs=4)

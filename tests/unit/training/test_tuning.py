@@ -1,4 +1,4 @@
-"""Findings on a sample: the rate, the passes, and whether labels are sorted."""
+"""Settings chosen on a sample: the rate, the passes, and whether the labels are sorted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def with_labels(labels: np.ndarray) -> ExampleSample:
 
 
 def test_a_trial_pass_equals_a_real_pass() -> None:
-    """Against the arithmetic of minibatches and the update rule in NumPy."""
+    """Compare logistic_pass with a reference: the model's minibatch gradients and the FTRL rule in NumPy."""
     sample, rule = make_sample(300), FTRL(alpha=0.1, l1=0.5)
     unique, ids = np.unique(sample.batch.keys, return_inverse=True)
     n = len(unique) + 1
@@ -83,8 +83,8 @@ def test_a_trial_pass_equals_a_real_pass() -> None:
     np.testing.assert_allclose(rows[:, 2], states[1], rtol=1e-4, atol=1e-6)
 
 
-def test_weights_count_examples() -> None:
-    """An example of weight 3 is three examples."""
+def test_a_weight_equals_repetitions_of_the_example() -> None:
+    """An example of weight 3 counts like three examples."""
     sample, rule, none = make_sample(100), np.array(FTRL(alpha=0.1).hyper), np.empty(0, np.float32)
     _, ids = np.unique(sample.batch.keys, return_inverse=True)
     results = []
@@ -110,7 +110,7 @@ def test_small_data_has_small_minibatches(examples: int, size: int) -> None:
     assert suggested_batch_size(examples) == size
 
 
-def test_labels_in_runs_are_noticed() -> None:
+def test_sorted_labels_are_detected() -> None:
     rng = np.random.default_rng(0)
     mixed = (rng.random(20_000) < 0.2).astype(np.float32)
     rare = (rng.random(20_000) < 0.001).astype(np.float32)
@@ -125,8 +125,8 @@ def test_labels_in_runs_are_noticed() -> None:
     assert all(is_sorted_by_label(with_labels(np.sort(numbers))) for numbers in (classes, quantities))
 
 
-def test_more_passes_for_harder_data() -> None:
-    """Rare features of few examples are overfit; a few frequent ones are not."""
+def test_the_number_of_passes_depends_on_the_data() -> None:
+    """Rare features would be overfit by many passes. A few frequent features would not."""
     rule = FTRL(alpha=0.2, l1=1.0)
     easy = tune(make_sample(8000, num_keys=20), 0.0, 64, [rule], is_mixed=False)[0]
     sparse = tune(make_sample(8000, num_keys=4000), 0.0, 64, [rule], is_mixed=False)[0]
@@ -155,11 +155,11 @@ def make_dense_sample(informative: int, n: int = 400, dim: int = 200) -> Example
     return ExampleSample(batch, np.arange(0, n, 256), n, True)
 
 
-def test_a_large_penalty_is_taken_where_few_of_many_features_matter_and_not_by_chance() -> None:
+def test_a_large_penalty_is_chosen_only_if_few_of_many_features_have_an_effect() -> None:
     usual, sparse = FTRL(alpha=0.05, l1=1.0), [FTRL(alpha=0.05, l1=100.0), FTRL(alpha=0.1, l1=100.0)]
     for informative, is_better in ((2, True), (200, False), (0, False)):
         sample = make_dense_sample(max(informative, 1))
-        if not informative:  # without information: a model without weights is the best, and useless
+        if not informative:  # no feature has an effect: a model without weights is best
             sample.batch.labels = np.random.default_rng(2).permutation(sample.batch.labels)
         found = tune(sample, 0.0, 8, [usual], sparse=sparse, is_mixed=False)
         assert (found[0].rule in sparse) == is_better
@@ -169,7 +169,7 @@ def test_a_large_penalty_is_taken_where_few_of_many_features_matter_and_not_by_c
     assert wants_sparsity(make_sample(8000, num_keys=4000))
 
 
-def test_higher_rates_are_tried_where_the_truth_drifts() -> None:
+def test_higher_rates_are_tried_if_the_true_weights_drift() -> None:
     rng = np.random.default_rng(6)
     n, faster = 12_000, [FTRL(alpha=1.0, l1=1.0)]
     keys = rng.integers(0, 200, (n, 5))
@@ -184,7 +184,7 @@ def test_higher_rates_are_tried_where_the_truth_drifts() -> None:
 
 
 def test_copies_are_held_out_together() -> None:
-    """Learning by heart would look like learning: more passes, and a loss far too small."""
+    """Otherwise the model would memorize the copies: the chosen passes would be too many, and the loss too small."""
     once = make_sample(600, num_keys=400)
     rows = np.random.default_rng(3).permutation(np.repeat(np.arange(600), 5))
     five = ExampleSample(once.batch.take(rows), np.arange(0, 3000, 256), 3000, True)
@@ -193,7 +193,7 @@ def test_copies_are_held_out_together() -> None:
     assert len(np.unique(groups)) == 600
     assert copies_of(once.batch) is None
     few = make_sample(3000, num_keys=2, noise=1.0)
-    assert copies_of(few.batch) is None  # equal by chance: their labels differ
+    assert copies_of(few.batch) is None  # equal rows with different labels are no copies
     rules = [FTRL(alpha=0.2, l1=1.0)]
     fresh, copied = (tune(sample, 0.0, 16, rules, is_mixed=False)[0] for sample in (once, five))
     assert copied.losses.mean == pytest.approx(fresh.losses.mean, rel=0.1)
@@ -201,8 +201,8 @@ def test_copies_are_held_out_together() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [4100, 9000])
-def test_no_copy_is_on_the_other_side(num_rows: int) -> None:
-    """Of 100 groups, whose borders differ from those of the folds, each group is held out completely once."""
+def test_no_copy_of_a_held_out_example_is_in_the_training_part(num_rows: int) -> None:
+    """There are 100 groups of copies. Each group is held out completely."""
     batch = make_sample(100, num_keys=400).batch.take(np.random.default_rng(3).integers(0, 100, num_rows))
     groups = copies_of(batch)
     assert groups is not None
@@ -214,8 +214,8 @@ def test_no_copy_is_on_the_other_side(num_rows: int) -> None:
     assert sorted(held_out) == (list(range(num_rows)) if num_rows <= SMALL else sorted(set(held_out)))
 
 
-def test_weights_reach_the_trial() -> None:
-    """Examples of weight 0 might as well not be there."""
+def test_the_trial_uses_the_weights_of_examples() -> None:
+    """The result with examples of weight 0 equals the result without these examples."""
     sample, rule = make_sample(9000, num_keys=300), [FTRL(alpha=0.2, l1=1.0)]
     is_odd = np.random.default_rng(4).random(9000) < 0.5
     wrong = sample.batch.take(np.arange(9000))
@@ -228,12 +228,12 @@ def test_weights_reach_the_trial() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
-def test_very_few_examples(n: int) -> None:
+def test_very_few_examples_can_be_tuned(n: int) -> None:
     assert tune(make_sample(n), 0.0, 8, [FTRL()], is_mixed=False)[0].passes >= 1
 
 
 def test_small_gains_on_few_examples_are_ignored() -> None:
-    """A loss is reduced by half of its possible error by chance: the usual 8 passes are the most likely."""
+    """A better loss counts only in part if the difference may be chance."""
     usual = HeldOutLosses.of(np.tile([0.4, 0.8], 10), np.ones(20))
     noisy = HeldOutLosses.of(np.tile([0.9, 0.2], 10), np.ones(20))
     assert noisy.mean < usual.mean < noisy.doubted_mean(usual)
@@ -243,7 +243,7 @@ def test_small_gains_on_few_examples_are_ignored() -> None:
 
 
 def test_few_examples_are_learned_better_with_an_l2_penalty() -> None:
-    """400 examples of 100 features; the losses are those on new examples, over ten sets, with the chosen rules."""
+    """Compare the mean losses of ten models on new examples. Each model is trained on 400 examples."""
     means = []
     for penalties in ((0.0,), suggested_l2(make_sample(400))):
         rules = [FTRL(alpha=rate / 5**0.5, l1=1.0, l2=l2) for rate in (0.35, 0.7) for l2 in penalties]
@@ -260,14 +260,14 @@ def test_few_examples_are_learned_better_with_an_l2_penalty() -> None:
     assert suggested_l2(make_sample(8000)) == (0.0,)
 
 
-def test_passes_over_far_more_data_are_fewer() -> None:
+def test_more_data_than_in_the_sample_gets_fewer_passes() -> None:
     assert passes_for_all(40, make_sample(1000)) == 40
     assert passes_for_all(40, make_sample(1000, num_examples=4000)) == 10
     assert passes_for_all(40, make_sample(1000, num_examples=10**7)) == 6
     assert passes_for_all(2, make_sample(1000, num_examples=10**7)) == 2
 
 
-def test_the_offset_is_the_log_odds_and_calibrates() -> None:
+def test_the_offset_is_the_log_odds_and_is_corrected_by_calibration() -> None:
     labels = np.tile([1, 0, 0, 0], 1000).astype(np.float32)
     model = SparseLogisticRegression().starting_from(labels)
     assert model.offset == pytest.approx(np.log(1 / 3), abs=1e-3)
@@ -280,7 +280,7 @@ def test_the_offset_is_the_log_odds_and_calibrates() -> None:
     assert SparseLogisticRegression().starting_from(labels, weights).offset == pytest.approx(0, abs=1e-3)
     assert model.calibrated(labels, np.full(4000, 0.5, np.float32), weights) is model
     few = SparseLogisticRegression().calibrated(labels[:20], np.full(20, 0.35, np.float32))
-    assert few.offset == 0  # 5 of one kind are within chance
+    assert few.offset == 0  # 5 positives are too few for a correction
 
 
 @pytest.mark.parametrize("num_examples", [*range(1, 10), 17])
@@ -293,28 +293,28 @@ def test_few_examples_do_not_change_the_offset(num_examples: int) -> None:
 def test_an_offset_is_corrected_by_the_significant_part() -> None:
     labels = np.tile([1, 0, 0, 0], 10_000).astype(np.float32)
     exact = SparseLogisticRegression(offset=float(np.log(1 / 3)))
-    # by 0.05, with a standard error of 0.0115
+    # predictions too high by 0.05 in log odds, with a standard error of 0.0115
     off = np.full(40_000, 1 / (1 + np.exp(-exact.offset - 0.05)), np.float32)
     corrected = exact.calibrated(labels, off).offset - exact.offset
     assert -0.05 < corrected < -0.045
     little, much = (
         exact.calibrated(labels, off, None, Optimism(shift, 0.04)).offset - exact.offset for shift in (0.05, 0.5)
     )
-    assert -0.05 < little < -0.03  # the offset of the trial was chance
+    assert -0.05 < little < -0.03  # the shift of the trial is within its error
     assert much == pytest.approx(0.45, abs=0.01)
 
 
 @pytest.mark.parametrize("num_positives", [25, 200])
-def test_the_bias_on_all_of_the_data_is_corrected_in_full(num_positives: int) -> None:
-    """Like a fitted intercept, also below a standard error (0.07 for 200 of 8,000 labels)."""
+def test_the_bias_on_all_data_is_corrected_completely(num_positives: int) -> None:
+    """On all data, even a bias below the standard error (0.07 for 200 of 8,000 labels) is corrected."""
     labels = np.zeros(8000, np.float32)
     labels[:: 8000 // num_positives] = 1
     model = SparseLogisticRegression().starting_from(labels)
     low = np.full(8000, 1 / (1 + np.exp(0.06 - model.offset)), np.float32)
     assert model.calibrated(labels, low).offset == pytest.approx(model.offset, abs=0.01)
     found = model.calibrated(labels, low, None, Optimism(0.1, 0.2), is_complete=True)
-    assert found.offset - model.offset == pytest.approx(0.06, abs=0.03)  # the start is half a click too high
-    nothing = model.calibrated(np.zeros(8000, np.float32), low, is_complete=True)  # one class gives little information
+    assert found.offset - model.offset == pytest.approx(0.06, abs=0.03)  # starting_from() adds half a click
+    nothing = model.calibrated(np.zeros(8000, np.float32), low, is_complete=True)  # only one class
     assert -1 < nothing.offset - model.offset <= 0
     poisson = PoissonRegression().starting_from(labels)
     counts = poisson.calibrated(labels, low, is_complete=True)
@@ -330,13 +330,13 @@ def test_drifting_rates_use_the_latest_values() -> None:
         assert 1 / (1 + np.exp(-model.offset)) == pytest.approx(now, rel=0.02)
 
 
-def test_continuing_uses_the_tuned_settings() -> None:
+def test_a_continued_model_keeps_the_offset() -> None:
     assert SparseLogisticRegression().continued_from(SparseLogisticRegression(offset=-2.0)) == SparseLogisticRegression(
         offset=-2.0
     )
 
 
-def test_the_offset_is_in_the_arithmetic() -> None:
+def test_predictions_include_the_offset() -> None:
     sample = make_sample(50)
     plain, shifted = (
         SparseLogisticRegression(offset=offset).prepare(sample.batch, KeyScratch()) for offset in (0.0, 1.5)
@@ -363,14 +363,14 @@ def test_more_parts_are_held_out_if_one_class_is_rare(num_positives: int, folds:
     splits = list(held_out_splits(sample.batch, is_mixed=True))
     assert len(splits) == folds
     assert len(np.unique(np.concatenate([held for _, held in splits]))) == folds * 5_000
-    assert all(np.ptp(held) > 35_000 for _, held in splits)  # from all over the file
+    assert all(np.ptp(held) > 35_000 for _, held in splits)  # spread over the file
     ((_, newest),) = held_out_splits(sample.batch, is_mixed=False)
     assert newest.tolist() == list(range(35_000, 40_000))
     assert len(suggested_l2(sample)) == (3 if folds == 5 else 1)
 
 
-def test_a_drifting_loss_is_found() -> None:
-    """The weights of features change for the newest eighth, and the rate of positives does not."""
+def test_drifting_weights_are_detected() -> None:
+    """The weights of features change in the newest eighth of the data, but the rate of positives does not."""
     batch, other = (make_sample(12_000, seed=0).batch, make_sample(12_000, seed=0).batch)
     rule = FTRL(alpha=0.2, l1=1.0)
     assert not has_drifting_loss(batch, 0.0, 64, rule)
@@ -378,7 +378,7 @@ def test_a_drifting_loss_is_found() -> None:
     assert has_drifting_loss(other, 0.0, 64, rule)
 
 
-def test_the_first_rule_wins_unless_another_is_better_by_more_than_chance() -> None:
+def test_the_first_rule_is_chosen_unless_another_rule_is_significantly_better() -> None:
     chances = 0
     for seed in range(6):
         rules = [FTRL(alpha=alpha, l1=1.0) for alpha in (0.2, 0.28, 0.14)]
@@ -389,7 +389,7 @@ def test_the_first_rule_wins_unless_another_is_better_by_more_than_chance() -> N
     assert chances
 
 
-def test_held_out_examples_come_from_everywhere_unless_something_drifts() -> None:
+def test_held_out_examples_are_mixed_unless_weights_or_rates_drift() -> None:
     sample = make_sample(12_000)
     assert suits_mixing(sample, sample, 0.0, 64)
     drifting, labels = make_sample(12_000), sample.batch.labels
@@ -402,7 +402,7 @@ def test_held_out_examples_come_from_everywhere_unless_something_drifts() -> Non
     assert suits_mixing(drifting, drifting, 0.0, 64)
 
 
-def test_one_part_of_labels_without_classes_is_held_out() -> None:
+def test_one_part_is_held_out_if_labels_are_no_classes() -> None:
     batch = make_sample(12_000).batch
     batch.labels = np.random.default_rng(0).gamma(2.0, 2.0, 12_000).astype(np.float32)
     assert num_folds(batch) == 1
@@ -410,7 +410,7 @@ def test_one_part_of_labels_without_classes_is_held_out() -> None:
     assert num_folds(batch) == 1
 
 
-def test_the_error_of_a_shift_allows_for_neighbours_with_equal_labels() -> None:
+def test_the_error_of_a_shift_accounts_for_runs_of_equal_labels() -> None:
     rng = np.random.default_rng(0)
     runs = np.arange(8000) // 16
     independent = (rng.random(8000) < 0.3).astype(np.float64)
@@ -418,5 +418,5 @@ def test_the_error_of_a_shift_allows_for_neighbours_with_equal_labels() -> None:
     none, counts = np.zeros(8000), np.ones(8000)
     plain = log_odds_shift(none, repeated, counts)[1]
     assert log_odds_shift(none, independent, counts, runs)[1] == pytest.approx(plain, rel=0.1)
-    # 16 labels count as one
+    # 16 equal labels count as one label
     assert log_odds_shift(none, repeated, counts, runs)[1] == pytest.approx(4 * plain, rel=0.1)

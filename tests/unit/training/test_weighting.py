@@ -1,4 +1,4 @@
-"""How often examples count: weights of classes, negatives passed over."""
+"""Weights of classes, and sampling of negative examples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_remaining_negatives_have_larger_weights() -> None:
     found = apply(Weighting(keep_negatives=0.2), batch)
     assert sum(count for _, count in found) == N
     assert {part.num_examples for part, _ in found[:-1]} == {256}
-    ends = np.cumsum([count for _, count in found])[:-1] - 1  # a batch is counted up to its last example, no further
+    ends = np.cumsum([count for _, count in found])[:-1] - 1  # a count ends with the last remaining example
     lasts = [part.keys[-1] for part, _ in found[:-1] if part.indptr[-2] < part.indptr[-1]]
     assert {int(key) for key in lasts} <= set(ends.tolist())
     assert len(lasts) > len(found) / 2
@@ -55,7 +55,7 @@ def test_remaining_negatives_have_larger_weights() -> None:
     assert whole.weights.sum() == pytest.approx(N, rel=0.06)
     assert whole.values is not None
     assert np.array_equal(whole.keys.astype(np.float32), whole.values)
-    for row in range(whole.num_examples):  # rows are whole
+    for row in range(whole.num_examples):  # the rows are complete
         keys = whole.keys[whole.indptr[row] : whole.indptr[row + 1]]
         if len(keys):
             original = int(keys[0])
@@ -63,7 +63,7 @@ def test_remaining_negatives_have_larger_weights() -> None:
             assert len(keys) == batch.indptr[original + 1] - batch.indptr[original]
 
 
-def test_which_are_kept_depends_on_shard_and_pass() -> None:
+def test_kept_negatives_depend_on_shard_and_pass() -> None:
     batch, weighting = make_batch(), Weighting(keep_negatives=0.5)
 
     def kept(**lease: int) -> bytes:
@@ -73,20 +73,20 @@ def test_which_are_kept_depends_on_shard_and_pass() -> None:
     assert len({kept(), kept(epoch=1), kept(shard=1), kept(file=1)}) == 4
 
 
-def test_nothing_is_left() -> None:
-    """All examples are reported nevertheless."""
+def test_batches_may_become_empty() -> None:
+    """All examples are dropped, but the number of read examples is reported."""
     batch = make_batch()
     batch = Batch(np.zeros(N, np.float32), batch.indptr, batch.keys)
     found = apply(Weighting(keep_negatives=1e-9), batch)
     assert [(part.num_examples, count) for part, count in found] == [(0, N)]
 
 
-def test_balanced() -> None:
+def test_balanced_weights_of_classes() -> None:
     assert balance({0.0: 900, 1.0: 100}) == {"0": 1000 / 1800, "1": 5.0}
     assert balance({-1.0: 1, 16777215.0: 1}) == {"-1": 1.0, "16777215": 1.0}
 
 
-def test_options_in_the_notation_of_users() -> None:
+def test_options_for_weights_are_parsed() -> None:
     assert parse_class_weights("balanced") == "balanced"
     assert parse_class_weights("0:1,1:5.5") == {"0": 1.0, "1": 5.5}
     assert parse_class_weights("-3:1,16777215:2") == {"-3": 1.0, "16777215": 2.0}

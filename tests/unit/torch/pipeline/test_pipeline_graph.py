@@ -1,4 +1,4 @@
-"""A model's layers, the values between them, and the obstacles to a cut."""
+"""A model's layers, the values between layers, and models that cannot be cut."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Gate(nn.Module):
-    """Decides by values, so that it cannot be traced."""
+    """A module whose branch depends on values, so it cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def traced(module: nn.Module, x: Tensor) -> LayerGraph:
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
-def test_layers_are_the_called_modules() -> None:
+def test_layers_are_the_modules_that_the_forward_calls() -> None:
     graph = traced(Net(), X)
     assert [layer.name for layer in graph.layers] == [
         "first",
@@ -105,7 +105,7 @@ def test_a_forward_depending_on_values_is_named() -> None:
 
 
 class Variadic(nn.Module):
-    """A model that accepts any input, decides by sizes, and returns a structure."""
+    """A model that accepts any inputs, has a branch that depends on sizes, and returns a structure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_forward_depending_on_sizes_becomes_operations() -> None:
     assert graph.captured.check([X, torch.randn(3, 5), X]) is not None
     partition = cut(graph, [1], [0, 1], model)
     crossing = [route.value for route in partition.routes.routes]
-    assert len(crossing) == 1  # values that depend on sizes alone are not sent
+    assert len(crossing) == 1  # values that depend only on sizes are not sent
     assert partition.preludes[1]
     made, _ = Stage(model, partition, 0, seed=0).forward({}, values, 1, 0)
     _, output = Stage(model, partition, 1, seed=0).forward(made, values, 1, 0)
@@ -176,7 +176,7 @@ class Recurrent(nn.Module):
 
 
 def test_the_batch_is_found_in_any_dimension() -> None:
-    x = torch.randn(2, 5, 4)  # as many rows as layers of the LSTM
+    x = torch.randn(2, 5, 4)  # the batch size equals the number of layers of the LSTM
     shapes = RowShapes(traced(Recurrent(), x), {"x": x})
     assert [shapes.output_dimension(leaf) for leaf in range(3)] == [0, 1, 0]
 
@@ -244,7 +244,7 @@ def test_numbers_other_than_tensors_may_not_depend_on_the_batch(
     assert type(graph.captured.output.fill(lambda node: node)) is defaultdict
 
 
-def test_objects_identified_by_address_are_refused() -> None:
+def test_objects_whose_text_has_an_address_are_rejected() -> None:
     module = Described(lambda x: x)
     with pytest.raises(UsageError, match=r"called with _\[0\], an object of type object"):
         _ = bind(module, (X, object()), {}).kind
@@ -255,7 +255,7 @@ def test_objects_identified_by_address_are_refused() -> None:
 
 
 def run_stages(module: nn.Module, cuts: list[int], x: Tensor, *, split_backward: bool) -> tuple[Tensor, Tensor]:
-    """Go forward and backward through the stages in this process; return the output and the loss's gradients."""
+    """Run the stages forward and backward in this process; return the output and the gradients of the loss."""
     partition = cut(traced(module, x), cuts, list(range(len(cuts) + 1)), module)
     stages = [Stage(module, partition, number, seed=3) for number in range(partition.num_stages)]
     made: dict[str, Any] = {}
@@ -298,7 +298,7 @@ def test_stages_compute_the_same_as_the_model(split_backward: bool) -> None:
 
 
 class Frozen(nn.Module):
-    """A model with a first layer without training and new noise in each call: torch.fx would lose both."""
+    """A model whose first layer has no gradients, and that adds new noise in each call. torch.fx would lose both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def test_parts_without_gradients_and_noise_are_kept() -> None:
     outputs = [run_stages(model, [], X, split_backward=False)[0] for _ in range(2)]
     assert model.first.weight.grad is None
     assert model.last.weight.grad is not None
-    assert outputs[0].equal(outputs[1])  # a stage draws by step and microbatch
+    assert outputs[0].equal(outputs[1])  # the seed of a stage depends on the step and the microbatch
     noise = (outputs[0] - model.last(model.first(X))).detach()
     torch.testing.assert_close(noise, noise[:1].expand(6, 4))
     assert noise.any()
@@ -331,7 +331,7 @@ def test_dropout_does_not_depend_on_the_cut() -> None:
     assert torch.get_rng_state().equal(before)
 
 
-def test_shared_parameters_and_skipped_values_are_known() -> None:
+def test_shared_parameters_and_values_that_skip_stages_are_found() -> None:
     model = Net()
     partition = cut(traced(model, X), [3, 7], [0, 1, 2], model)
     assert partition.parameters["first.weight"] == [0, 2]
@@ -347,7 +347,7 @@ def test_a_raising_layer_is_named() -> None:
         Stage(model, partition, 0, seed=0).forward({}, {"x": torch.ones(2, 3)}, 1, 0)
 
 
-def test_measuring_leaves_no_trace() -> None:
+def test_measuring_changes_neither_model_nor_gradients() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     layers, crossing = measure_layers(model, traced(model, X), {"input": X})
@@ -377,13 +377,13 @@ def test_updates_are_measured_on_copies(make: Callable[[Any], torch.optim.Optimi
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
 
-def test_unmeasurable_updates_take_no_time() -> None:
+def test_updates_that_cannot_be_measured_count_as_0_s() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     layers, _ = measure_layers(model, traced(model, X), {"input": X}, optimizer=torch.optim.LBFGS(model.parameters()))
     assert [layer.update_s for layer in layers] == [0.0, 0.0]
 
 
-def test_values_are_taken_apart_and_put_together() -> None:
+def test_values_are_divided_into_tensors_and_reassembled() -> None:
     value = {"a": (X, 3, None), "b": [torch.Size([2]), torch.float16, torch.device("cpu")]}
     description, tensors = take_apart(value, "a value")
     assert tensors_of(description) == [(torch.float32, [6, 4], False)]
@@ -394,7 +394,7 @@ def test_values_are_taken_apart_and_put_together() -> None:
     assert float(add_numbers([torch.tensor(1.0), torch.tensor(2.0)], [0.25, 0.75])) == 1.75
 
 
-def test_gradients_elsewhere_have_norms_and_nothing_else() -> None:
+def test_gradients_of_other_processes_have_only_a_norm() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     absent = AbsentGrad(parameter, "far.weight", lambda name, order: 4.0)
     parameter.grad = absent

@@ -1,4 +1,4 @@
-"""Losses a microbatch at a time: their parts add up to the loss of the whole batch."""
+"""Losses of microbatches: the parts add up to the loss of the whole batch."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def test_the_parts_of_a_loss_add_up_to_it(number: int) -> None:
         lambda out: F.l1_loss(out[1:], LOGITS[1:]),
     ],
 )
-def test_other_losses_take_the_values(loss_of: Callable[[Any], Any]) -> None:
+def test_other_losses_are_computed_from_the_values(loss_of: Callable[[Any], Any]) -> None:
     forward, out = recorded(LOGITS)
     torch.testing.assert_close(loss_of(out), loss_of(LOGITS))
     assert forward.num_calls > 0
 
 
-def test_metadata_need_no_values() -> None:
+def test_metadata_are_available_without_a_forward() -> None:
     forward, out = recorded(WORDS)
     assert (out.shape, out.size(0), out.dim(), len(out), out.dtype) == (WORDS.shape, ROWS, 3, ROWS, torch.float32)
     assert out.view(-1, 5).shape == (ROWS * 4, 5)
@@ -116,7 +116,7 @@ def test_metadata_need_no_values() -> None:
     assert forward.num_calls == 1
 
 
-def test_a_gradient_given_to_backward_is_a_factor() -> None:
+def test_the_argument_of_backward_scales_the_gradients() -> None:
     forward, out = recorded(LOGITS)
     (F.cross_entropy(out, CLASSES) / 4).backward(torch.tensor(8.0))
     assert float(forward.factor) == 8.0

@@ -25,7 +25,7 @@ WORDS = torch.arange(ROWS * 4).reshape(ROWS, 4) % 2
 
 
 class Scored(nn.Module):
-    """Returns a number of its output and a second argument; with `exports` torch.fx does not follow it."""
+    """Returns a number, computed from its output and `y`. With `exports`, only torch.export can trace it."""
 
     def __init__(self, number: Callable[[Tensor, Any], Any], *, exports: bool) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ NUMBERS: dict[str, tuple[Callable[[Tensor, Any], Any], Tensor]] = {
 
 @pytest.mark.parametrize("exports", [False, True])
 @pytest.mark.parametrize("name", NUMBERS)
-def test_parts_make_up_the_batch(name: str, exports: bool) -> None:
+def test_numbers_of_microbatches_add_up_to_the_number_of_the_batch(name: str, exports: bool) -> None:
     number, y = NUMBERS[name]
     model = Scored(number, exports=exports)
     graph = trace(model, bind(model, (X, y), {}))
@@ -98,7 +98,7 @@ def test_parts_make_up_the_batch(name: str, exports: bool) -> None:
         lambda x, y: x.mean() * x.size(0),
     ],
 )
-def test_numbers_of_which_it_is_not_known(number: Callable[[Tensor, Any], Any]) -> None:
+def test_numbers_without_a_known_rule_are_rejected(number: Callable[[Tensor, Any], Any]) -> None:
     model = Scored(number, exports=False)
     graph = trace(model, bind(model, (X, CLASSES), {}))
     shapes = RowShapes(graph, {"x": X, "y": CLASSES})

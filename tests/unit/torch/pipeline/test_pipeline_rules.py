@@ -1,4 +1,4 @@
-"""Pure rules of a pipeline: cuts, order of actions, times, transferred values."""
+"""Rules of a pipeline, without processes: cuts, order of actions, times, transferred values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def slowest(times: list[float], crossing: list[float], cuts: tuple[int, ...]) ->
     return max(sum(times[a:b]) + crossing[a] + crossing[b] for a, b in itertools.pairwise(bounds))
 
 
-def test_the_split_is_the_best_of_all() -> None:
+def test_the_split_is_the_best_of_all_splits() -> None:
     rng = random.Random(0)
     for _ in range(60):
         count = rng.randint(1, 9)
@@ -85,7 +85,7 @@ def test_a_split_keeps_the_memory_limit_or_names_the_oversized_layer() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_torch_schedules_are_complete_and_can_be_played(schedule: str, num_ranks: int) -> None:
+def test_torch_schedules_are_complete_and_can_be_simulated(schedule: str, num_ranks: int) -> None:
     count = 2 * num_ranks
     orders = orders_of(schedule, num_ranks, count)
     places = place_stages(schedule, num_ranks)
@@ -111,7 +111,7 @@ def test_limits_of_schedules_are_reported() -> None:
         orders_of("dualpipev", 4, 5)
 
 
-def test_plain_orders_take_any_number() -> None:
+def test_all_forward_first_accepts_any_number_of_microbatches() -> None:
     places = place_stages("zbv", 2)
     assert places == [0, 1, 1, 0]
     orders = all_forward_first(places, 2, 1)
@@ -120,7 +120,7 @@ def test_plain_orders_take_any_number() -> None:
     assert line.step_s == pytest.approx(8 + 4 * 0.5)  # two transfers in each direction
 
 
-def test_a_step_has_sends_first_gradients_and_an_update() -> None:
+def test_the_time_of_a_step_includes_sends_first_gradients_and_the_update() -> None:
     plain = StageTimes(forward_s=1.0, backward_s=2.0)
     orders, places = orders_of("1f1b", 2, 2), [0, 1]
 
@@ -129,13 +129,13 @@ def test_a_step_has_sends_first_gradients_and_an_update() -> None:
 
     assert step_s(plain) == 9.0
     assert step_s(replace(plain, update_s=0.5)) == 9.5
-    assert step_s(replace(plain, first_s=0.25)) == 9.25  # of rank 1; rank 0 waits during its own part
-    # While rank 1 sends its first gradient back it does not go forward with the second microbatch.
+    assert step_s(replace(plain, first_s=0.25)) == 9.25  # only rank 1's time adds up: rank 0 waits anyway
+    # While rank 1 sends its first gradient, it does not compute the forward of the second microbatch.
     assert step_s(plain, transfer_s=1.0) == 11.0
     assert step_s(plain, transfer_s=1.0, sending_s=0.5) == 11.5
 
 
-def test_a_split_backward_needs_splittable_layers() -> None:
+def test_times_of_a_split_backward() -> None:
     times = StageTimes(forward_s=1.0, backward_s=2.0, weights_s=0.5, halving_s=0.25, first_s=4.0)
     assert [times.of(Action(kind, 0, 1)) for kind in ("F", "B", "I", "W")] == [1.0, 2.0, 1.75, 0.5]
     assert [times.of(Action(kind, 0, 0)) for kind in ("F", "B", "I", "W")] == [1.0, 6.0, 1.75, 4.5]
@@ -162,7 +162,7 @@ def options_of(**flags: object) -> PipelineOptions:
     return choose_pipeline(PipelineFlags(**flags), None)  # type: ignore[arg-type]
 
 
-def test_options_are_checked_and_travel_as_text() -> None:
+def test_options_are_checked_and_sent_as_text() -> None:
     options = options_of(stages=2, schedule="1f1b", microbatches="8", split="layers.4", stage_memory="2G")
     assert options.stage_memory == 2 << 30
     assert PipelineOptions.decode(options.encode()) == options
@@ -193,10 +193,10 @@ def measured(times: list[float]) -> Measured:
     return Measured({4: layers}, {4: [0] + [1 << 10] * (len(times) - 1)})
 
 
-def test_a_plan_is_the_fastest_predicted() -> None:
+def test_the_chosen_plan_has_the_shortest_predicted_time() -> None:
     link = MessageCost(latency_s=0.0, seconds_per_byte=0.0)
     plan = make_plan(measured([1.0] * 8), options_of(stages=2), 32, link, 2.0, lambda stages: None)
-    assert plan.microbatches == 16  # with free messages, smaller microbatches are always faster
+    assert plan.microbatches == 16  # if messages take no time, smaller microbatches are always faster
     slow = MessageCost(latency_s=100.0, seconds_per_byte=0.0)
     other = make_plan(measured([1.0] * 8), options_of(stages=2), 32, slow, 2.0, lambda stages: None)
     assert (other.schedule, other.microbatches) == ("1f1b", 2)
@@ -234,7 +234,7 @@ def test_measured_times_are_shown_next_to_predictions() -> None:
     assert "stage 1: forward 1000.000 ms" in text
 
 
-def test_two_sizes_of_a_microbatch_make_a_line() -> None:
+def test_costs_are_interpolated_between_two_sizes_of_microbatches() -> None:
     small = [LayerCost(name="a", forward_s=2.0, backward_s=4.0, activation_bytes=100)]
     large = [LayerCost(name="a", forward_s=3.0, backward_s=6.0, activation_bytes=300)]
     found = Measured({1: small, 3: large}, {3: [0]}).at(2)[0]

@@ -37,7 +37,7 @@ class Output(OrderedDict):  # type: ignore[type-arg]
         self.update({name: value for name, value in vars(self).items() if value is not None})
 
 
-def test_classes_of_tuples_and_dictionaries_arrive_as_such() -> None:
+def test_sent_tuples_and_dictionaries_keep_their_classes() -> None:
     x, y = torch.ones(2), torch.zeros(3)
     value = [Pair(x, (1, "a")), Output(hidden=y), OrderedDict(a=x), {"b": None}, defaultdict(int, c=4)]
     assert plain_values(take_apart(value, "a value")[0]) == [1, "a", None, 4]

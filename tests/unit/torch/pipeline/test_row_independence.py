@@ -1,4 +1,4 @@
-"""Models with dependent rows are detected before they are cut."""
+"""Models whose output for a row depends on other rows are detected before they are cut."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def test_models_with_independent_rows_pass_unchanged(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "model", [nn.TransformerEncoderLayer(6, 2, 16), Recurrent(batch_first=False), Own(lambda x: x - x.mean(0))]
 )
-def test_a_batch_in_another_dimension_is_refused_by_the_name_of_the_argument(model: nn.Module) -> None:
+def test_the_error_about_another_batch_dimension_names_the_argument(model: nn.Module) -> None:
     with pytest.raises(UsageError, match=r"rows of (src|x) \[8, 5, 6\] depends .*batch_first=True"):
         check(model, X)
     assert all(module.training for module in model.modules())
-    check(model, X, part=8)  # one microbatch
+    check(model, X, part=8)  # with a single microbatch, dependent rows are allowed
 
 
 def test_the_argument_shared_by_rows_is_named() -> None:
@@ -88,13 +88,13 @@ def test_the_argument_shared_by_rows_is_named() -> None:
         check(Contrast(), X[:, 0], keys=X[:, 1])
 
 
-def test_a_batch_next_to_itself_is_refused() -> None:
+def test_a_product_of_a_batch_with_itself_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"rows of x \[8, 30\] depends on other rows"):
         check(Own(lambda x: x @ x.T), X.flatten(1))
 
 
 class Counting(nn.Module):
-    """Counts its calls, and multiplies by the count."""
+    """Counts its calls. With "seen", it multiplies its input by the count."""
 
     def __init__(self, attribute: str) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Counting(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Leaves a layer out at random, in training."""
+    """Skips a layer at random in training mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if self.training and random.random() < 0.5 else x
@@ -126,7 +126,7 @@ class Skipping(nn.Module):
         (Skipping().eval(), "draws from Python's"),
     ],
 )
-def test_a_forward_changed_by_python_is_refused(model: nn.Module, words: str) -> None:
+def test_a_forward_that_depends_on_python_state_is_rejected(model: nn.Module, words: str) -> None:
     with pytest.raises(UsageError, match=f"the forward of .*{words}.*: .*a pipeline"):
         check_repeatable(model, bind(model, (X,), {}))
 

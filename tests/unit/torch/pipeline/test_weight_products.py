@@ -1,4 +1,4 @@
-"""Gradients of weights that are added in place, or later, equal the gradients of autograd."""
+"""Weight gradients that are added in place, or computed later, equal the gradients of autograd."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.torch.strategies.pipeline.run.weights import WeightProducts
 
 
 class Mixed(nn.Module):
-    """Linear layers in all the ways that products must tell apart."""
+    """Linear layers in all uses that `WeightProducts` must distinguish."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Mixed(nn.Module):
 def gradients(defers: bool | None, shape: tuple[int, ...]) -> list[Tensor | None]:
     torch.manual_seed(0)
     model, x = Mixed(), torch.randn(*shape, 4)
-    for _ in range(2):  # the second backward adds
+    for _ in range(2):  # the second backward adds to the gradients
         if defers is None:
             model(x).square().sum().backward()
             continue
