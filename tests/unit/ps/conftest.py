@@ -1,4 +1,4 @@
-"""Tests of tables compile no kernel again."""
+"""Check that tests of tables do not compile kernels for further signatures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from paceline.tables.rules import kernels
 
 @pytest.fixture(autouse=True, scope="module")
 def push_is_compiled_once() -> Iterator[None]:
-    """Types other than a server's arguments, such as arrays with gaps, would compile it again, for half a minute."""
+    """Other argument types, such as arrays with gaps, would compile the kernel again, which takes half a minute."""
     yield
     assert len(getattr(kernels.push, "signatures", ())) <= 1

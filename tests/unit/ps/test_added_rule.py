@@ -1,4 +1,4 @@
-"""An update rule that is added in one file: the example of docs/contributing/extending.md, in a process of its own."""
+"""An update rule is added in one file, like in docs/contributing/extending.md. The test runs in a separate process."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
         f"from sign_sgd import *\nfrom tests.reference.update_rules import *\n{reference}"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Without the JIT: with another rule, all kernels would be compiled.
+    # The JIT is off, because a new rule requires the compilation of all kernels.
     environment = {**os.environ, "PYTHONPATH": path, "NUMBA_DISABLE_JIT": "1"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], env=environment, check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The pushes of an iteration: which ones count, their order, and the effect of their sum."""
+"""The pushes of an iteration: the counted pushes, their order, and the effect of their sum."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(part: TablePart, selection: Selection) -> list[float]:
     return out.tolist()
 
 
-def test_pushes_come_by_rank_and_table() -> None:
+def test_pushes_are_sorted_by_rank_and_table() -> None:
     buffer = IterationBuffer(mean=False)
     for worker, rank in ((11, 2), (12, 0), (13, 1)):
         for table in (1, 2):
@@ -54,18 +54,18 @@ def test_pushes_come_by_rank_and_table() -> None:
     assert len(buffer.complete(6, (12,))[0][1]) == 1
 
 
-def test_how_large_a_sum_can_be_is_known() -> None:
+def test_the_largest_magnitude_of_the_sum_is_bounded() -> None:
     buffer = IterationBuffer(mean=True)
     for worker, table, top in ((11, 1, 3.0), (11, 1, 4.0), (12, 1, 5.0), (12, 2, 6.0), (13, 2, 7.0)):
         buffer.add(0, worker, 0, table, buffer.copy(keys(1), floats(top)), top)
-    assert buffer.complete(0, (11, 12)).tops == {1: 12.0, 2: 6.0}  # workers without a tick do not count
+    assert buffer.complete(0, (11, 12)).tops == {1: 12.0, 2: 6.0}  # pushes of workers without a tick are not counted
 
 
 def test_only_workers_with_a_tick_count_in_the_mean() -> None:
     buffer = IterationBuffer(mean=True)
     buffer.add(0, 11, 0, 1, buffer.copy(keys(1), floats(1)), 1.0)
     buffer.add(0, 12, 1, 1, buffer.copy(keys(1), floats(2)), 1.0)
-    tables, _, factor = buffer.complete(0, (11, 13, 14, 15))  # 13 to 15 pushed nothing
+    tables, _, factor = buffer.complete(0, (11, 13, 14, 15))  # workers 13 to 15 pushed nothing
     assert [grads.tolist() for _, grads in tables[1]] == [[1.0]]
     assert factor == 0.25
     assert buffer.complete(1, ()) == ({}, {}, 1.0)
@@ -113,7 +113,7 @@ def test_equal_keys_become_one_gradient(factor: float) -> None:
     pushes = [(keys(1, 5), floats(1, 1, 2, 2)), (keys(5), floats(2, 2)), (keys(9, 1), floats(1, 1, 3, 3))]
     for store in (part, plain):
         apply_sum(store, pushes, factor)
-    assert read(part, keys(1, 5, 9, 3)) == pytest.approx([-1, -1, -1, -1, -1, -1, 0, 0])  # one step each
+    assert read(part, keys(1, 5, 9, 3)) == pytest.approx([-1, -1, -1, -1, -1, -1, 0, 0])  # one step per key
     assert read(plain, keys(1, 5, 9)) == [-4 * factor, -4 * factor, -4 * factor, -4 * factor, -factor, -factor]
 
 
@@ -124,7 +124,7 @@ def test_equal_keys_become_one_gradient(factor: float) -> None:
         [(Selection(None, 0, 4), floats(1, 1, 1, 1)), (Selection(None, 1, 4), floats(2, 3, 4)), (keys(0), floats(1))],
         [(Selection(None, 0, 4), floats(2, 3, 4, 5))],
     ],
-    ids=["equal ranges", "ranges and keys", "one"],
+    ids=["equal ranges", "ranges and keys", "one range"],
 )
 def test_ranges_and_keys_of_a_dense_table(pushes: list[tuple[Selection, Floats]]) -> None:
     part = part_of("dense", size=5)
@@ -134,8 +134,8 @@ def test_ranges_and_keys_of_a_dense_table(pushes: list[tuple[Selection, Floats]]
     assert all(np.array_equal(grads, before) for (_, grads), before in zip(pushes, given, strict=True))
 
 
-def test_the_sum_has_one_order() -> None:
-    """Rank order, to the last bit: (a + b) + c is not a + (b + c)."""
+def test_the_sum_is_computed_in_the_order_of_the_ranks() -> None:
+    """The order changes the result, because (a + b) + c differs from a + (b + c) in floats."""
     a, b, c = 1e8, -1e8, 1.25
     for kind, size in (("sparse", 0), ("dense", 1)):
         part = part_of(kind, size=size)
@@ -146,10 +146,10 @@ def test_the_sum_has_one_order() -> None:
         assert read(part, keys(0)) == [0.0]
 
 
-@pytest.mark.parametrize("owned", [ALL, bucket_set(range(0, 512, 3))], ids=["whole", "in runs"])
+@pytest.mark.parametrize("owned", [ALL, bucket_set(range(0, 512, 3))], ids=["all buckets", "every third bucket"])
 @pytest.mark.parametrize("rule", [SGD(lr=0.5), Adagrad(lr=0.5)], ids=["SGD", "Adagrad"])
 def test_ranges_of_several_workers_are_summed_in_rank_order(rule: UpdateRule, owned: Buckets) -> None:
-    size = 100_000  # more than a block
+    size = 100_000  # larger than a block
     spec = TableSpec(name="w", kind="dense", size=size, update=to_fields(rule), initializer=to_fields(Zeros()))
     part, expected = make_part(spec, owned), make_part(spec, owned)
     generator = np.random.default_rng(1)
@@ -172,20 +172,20 @@ def test_overlapping_ranges_are_summed_by_element() -> None:
 
 
 def test_equal_ranges_of_other_buckets_are_summed_by_element() -> None:
-    """A server that became primary of more buckets within an iteration has pushes of the same range, but longer."""
+    """If a server becomes primary of more buckets within an iteration, later pushes of a range have more elements."""
     part = part_of("dense", size=512)
     before, after = Selection(None, 0, 4, 0b0101), Selection(None, 0, 4, 0b1101)
     apply_sum(part, [(before, floats(1, 1)), (after, floats(2, 3, 4))], 1.0)
     assert read(part, Selection(None, 0, 5)) == [-3, 0, -4, -4, 0]
 
 
-def test_memory_of_an_iteration_serves_the_next() -> None:
+def test_memory_of_an_iteration_is_reused() -> None:
     buffer = IterationBuffer(mean=False)
     selection, grads = Selection(None, 0, 1 << 15), np.ones(1 << 15, np.float32)
     buffer.add(0, 11, 0, 1, buffer.copy(selection, grads), 1.0)
     first = buffer.complete(0, (11,))[0]
     kept = first[1][0][1]
-    buffer.add(1, 11, 0, 1, buffer.copy(selection, grads), 1.0)  # before the first is done with
+    buffer.add(1, 11, 0, 1, buffer.copy(selection, grads), 1.0)  # before the memory of the first push is free
     buffer.recycle(first)
     buffer.add(2, 11, 0, 1, buffer.copy(selection, 2 * grads), 1.0)
     second = buffer.complete(1, (11,))[0][1][0][1]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # withou
 
 
 @given(buckets=st.integers(0, ALL))
-def test_words_and_flags_are_the_set(buckets: Buckets) -> None:
+def test_words_and_flags_represent_the_set(buckets: Buckets) -> None:
     flags = to_flags(buckets)
     assert len(flags) == 512
     assert flags.dtype == np.bool_

@@ -1,4 +1,4 @@
-"""Buckets that a part of a table gains and loses, and requests for some buckets, against dictionaries."""
+"""A part of a table gains and loses buckets, and serves requests for some buckets, like a dictionary."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # withou
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 
-SIZE = 1200  # three elements in a bucket: 400 buckets have some
+SIZE = 1200  # three elements in a bucket: 400 buckets have elements
 START = 0.25
-FEW = (0, 1, 2, 5, 6, 99, 399, 400, 511)  # of the buckets, so that they overlap
+FEW = (0, 1, 2, 5, 6, 99, 399, 400, 511)  # sets of few buckets, so that the sets overlap
 EVERY_RULE = [
     rule() if rule is FTRL else rule(lr=0.1)  # type: ignore[call-arg]
     for rule in RULES.values()
@@ -67,7 +67,7 @@ def read(part: TablePart, selection: Selection) -> Floats:
     return out
 
 
-# Buckets that arrive and leave.
+# Buckets that a part gains and loses.
 
 ACTIONS = ("hold", "drop", "push", "load", "load some", "primary")
 
@@ -78,7 +78,9 @@ ACTIONS = ("hold", "drop", "push", "load", "load some", "primary")
     first=BUCKET_SETS,
     steps=st.lists(st.tuples(st.sampled_from(ACTIONS), BUCKET_SETS, st.integers(1, 9)), max_size=12),
 )
-def test_any_history_of_buckets(kind: str, first: Buckets, steps: list[tuple[str, Buckets, int]]) -> None:
+def test_changes_in_any_order_equal_a_dictionary(
+    kind: str, first: Buckets, steps: list[tuple[str, Buckets, int]]
+) -> None:
     part, held, primary = part_of(kind, first), first, first
     fresh: Floats = np.array([START, 0.5], np.float32)
     rows: dict[int, Floats] = dict.fromkeys(keys_in("dense", first).tolist(), fresh) if kind == "dense" else {}
@@ -163,7 +165,7 @@ def test_a_read_bucket_is_a_copy(kind: str, dim: int, rule: UpdateRule, bucket: 
     np.testing.assert_array_equal(records, kept_records)
     changed = part.read_bucket(bucket)[1]
     assert not np.array_equal(changed, records)
-    records[:] = 0  # and its owner may write to it
+    records[:] = 0  # the caller may write to the copy
     np.testing.assert_array_equal(part.read_bucket(bucket)[1], changed)
 
 
@@ -180,10 +182,10 @@ def test_records_of_another_bucket_are_refused(kind: str) -> None:
         np.testing.assert_array_equal(array, now)
 
 
-def test_a_dense_part_takes_memory_for_owned_buckets_only() -> None:
+def test_a_dense_part_uses_memory_only_for_owned_buckets() -> None:
     psutil = pytest.importorskip("psutil")
     process = psutil.Process()
-    read(part_of("dense", ALL), Selection(np.zeros(1, np.uint64)))  # compiles the kernels of the calls below
+    read(part_of("dense", ALL), Selection(np.zeros(1, np.uint64)))  # compile the kernels of the calls below
     size = 512 << 14  # 64 KiB in a bucket and plane, 32 MiB in a plane
     part = part_of("dense", 0, size=size)
     before = process.memory_info().rss
@@ -207,7 +209,7 @@ def test_a_dense_part_takes_memory_for_owned_buckets_only() -> None:
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 99), count=st.integers(0, 300), dim=st.sampled_from([1, 3]), chosen=st.integers(0, ALL))
-def test_keys_are_restricted_in_order(seed: int, count: int, dim: int, chosen: Buckets) -> None:
+def test_keys_of_a_sparse_table_are_restricted_in_order(seed: int, count: int, dim: int, chosen: Buckets) -> None:
     keys = random_keys(np.random.default_rng(seed), count, distinct=2**40 if seed % 2 else 100)
     check_restricted_keys(part_of("sparse", ALL, dim=dim), keys, reference.bucket_of(keys).astype(np.int64), chosen)
 
@@ -238,7 +240,7 @@ def check_restricted_keys(part: TablePart, keys: Keys, buckets: npt.NDArray[np.i
     own=st.integers(0, ALL),
     chosen=st.lists(st.integers(0, ALL) | BUCKET_SETS, min_size=1, max_size=3),
 )
-def test_ranges_are_restricted_to_the_elements(
+def test_ranges_are_restricted_to_the_elements_of_the_buckets(
     bounds: list[int], held: Buckets, own: Buckets, chosen: list[Buckets]
 ) -> None:
     part = part_of("dense", held)
@@ -254,15 +256,15 @@ def test_ranges_are_restricted_to_the_elements(
         assert part.keys_of(restricted).tolist() == expected
         assert part.buckets_of(restricted) == bucket_set(e // 3 for e in expected)
         assert (restricted is selection and rows is grads) == (len(expected) == len(grads))
-        assert replica.num_values(restricted.copy()) == len(expected)  # any buckets of that server
-        selection, grads = restricted, rows  # a part of a part
+        assert replica.num_values(restricted.copy()) == len(expected)  # other buckets of the replica do not count
+        selection, grads = restricted, rows  # next, restrict the restricted selection
     replica.push(selection, grads)
     part.push(selection, grads)
     every = Selection(keys_in("dense", held))
     np.testing.assert_array_equal(read(part, every), read(replica, every))
 
 
-def test_a_range_keeps_the_first_count() -> None:
+def test_a_range_keeps_the_buckets_of_its_first_use() -> None:
     part = part_of("dense", 0b1111)
     part.set_primary(0b0101)
     counted, kept = Selection(None, 0, SIZE), Selection(None, 0, SIZE)
@@ -275,5 +277,5 @@ def test_a_range_keeps_the_first_count() -> None:
     for selection in (counted, kept):
         with pytest.raises(UsageError, match=r"range \[0, 1200\) of dense table 't' includes bucket 2, which"):
             part.num_values(selection)
-    assert part.num_values(Selection(None, 0, 6, 0b0111)) == 6  # its elements are here
+    assert part.num_values(Selection(None, 0, 6, 0b0111)) == 6  # this range has no element of bucket 2
     assert part.num_values(Selection(None, 0, SIZE)) == 6

@@ -1,4 +1,4 @@
-"""A client while servers die, join and move buckets, with scripted servers."""
+"""A client continues while fake servers die, join and move buckets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DENSE = 1000
 
 
 class Seen(NamedTuple):
-    """A data frame that a server has got."""
+    """A data frame that a server has received."""
 
     kind: int
     flags: int
@@ -45,7 +45,7 @@ class Seen(NamedTuple):
 
 
 class FakeServer(Handler):
-    """Every key reads as its number; answers immediately, or, if `is_silent`, never."""
+    """A server whose row for each key is the key itself. It answers immediately, or never if `is_silent`."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -103,7 +103,7 @@ class FakeServer(Handler):
         return np.frombuffer(body, np.uint64, count).tolist(), np.frombuffer(body, np.float32, -1, 8 * count).tolist()
 
     def change(self, version: int, *, is_silent: bool = False) -> None:
-        """Get a newer view, and reject waiting requests."""
+        """Set a newer version of the view, and reject waiting requests."""
 
         def refuse() -> None:
             self.version = version
@@ -124,10 +124,10 @@ class FakeServer(Handler):
 
 
 class FakeLink:
-    """A line to a scheduler that numbers tables by kind."""
+    """A link to a fake scheduler, which numbers tables by kind."""
 
     def call(self, message: msgspec.Struct, *arguments: Any) -> messages.KnownTable:
-        """Number tables by kind."""
+        """Return the declared table: number 1 if sparse, 2 if dense."""
         assert isinstance(message, messages.DeclareTable)
         number = 1 if message.spec.kind == "sparse" else 2
         return messages.KnownTable(number=number, declared=message.spec, spec=message.spec)
@@ -137,7 +137,7 @@ class FakeLink:
 
 
 class World:
-    """Servers of incarnations 11, 12, …, rank 0, 1, …, and a client with a map of them."""
+    """Servers with incarnations 11, 12, … and ranks 0, 1, …, and a client whose view lists the servers."""
 
     def __init__(self, stack: ExitStack, leads: Mapping[int, int], filling: int | None = None, **settings: Any) -> None:
         self.stack = stack
@@ -190,7 +190,7 @@ class World:
         return messages.View(epoch=version, members=members, version=version, groups=tuple(groups))
 
     def publish(self, client: Client, version: int, leads: Mapping[int, int], filling: int | None = None) -> None:
-        """Give the client a newer map."""
+        """Pass a newer view to the client."""
         client.follower.take(self.map(version, leads, filling))
 
 
@@ -232,7 +232,7 @@ def ones(count: int = 64) -> Any:
     return np.ones(count, np.float32)
 
 
-def test_unanswered_requests_of_a_dead_server_go_to_the_next(stack: ExitStack) -> None:
+def test_unanswered_requests_to_a_dead_server_are_sent_to_its_successor(stack: ExitStack) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     table = client.sparse_table("w", dim=2, update=SGD(lr=1.0))
@@ -241,7 +241,7 @@ def test_unanswered_requests_of_a_dead_server_go_to_the_next(stack: ExitStack) -
     world.servers[12].is_silent = True
     pushed = table.push(KEYS, np.arange(128, dtype=np.float32).reshape(64, 2))
     queries: list[bool] = []
-    waiting = in_thread(stack, lambda: queries.append(pushed.dropped))  # in a receive from the server that will die
+    waiting = in_thread(stack, lambda: queries.append(pushed.dropped))  # the thread waits for the server that will die
     until(lambda: any(message.kind == PUSH for message in world.servers[12].seen))
     began = time.monotonic()
     world.publish(client, 2, {11: ALL})
@@ -269,7 +269,7 @@ def test_a_pull_is_split_again_and_the_values_are_joined(stack: ExitStack) -> No
     sparse = table.push_pull_async(keys, keys.astype(np.float32), out, tick=True)
     ranged = dense.push_pull_async(np.arange(DENSE, dtype=np.float32)[7:990], start=7)
     by_key = dense.pull_async(keys=[5, 999, 500, 5])
-    own_buckets = ALL // 3  # every other bucket
+    own_buckets = ALL // 3  # every second bucket
     until(lambda: sum(message.kind != SYNCED for message in world.servers[12].seen) == 3)
     for server in world.servers.values():
         server.change(2)
@@ -289,12 +289,12 @@ def test_a_pull_is_split_again_and_the_values_are_joined(stack: ExitStack) -> No
         assert not any(frame.flags for frame in frames[:-1])
         push, ranged_push = (frame for frame in frames if frame.kind == PUSH)
         assert kinds[:2] == [PUSH, PULL]
-        assert (push.clock, frames[1].clock) == (0, 1)  # it sent a tick
+        assert (push.clock, frames[1].clock) == (0, 1)  # the tick separates the push and the pull
         assert push.keys == push.grads
         assert buckets_of_keys(np.array(push.keys, np.uint64)) & ~server.leads == 0
         assert all(server.leads >> key // width & 1 for key in ranged_push.keys)
         pushed.update(zip(ranged_push.keys, ranged_push.grads, strict=True))
-        # One frame of a push per server; otherwise the second frame would count as a repetition.
+        # Each server gets one frame per push. It would drop a second frame with this sequence as a repetition.
         assert len({(frame.kind, frame.sequence) for frame in frames if frame.kind == PUSH}) == 2
     assert pushed == {key: float(key) for key in range(7, 990)}
     assert client.clock == 1
@@ -302,7 +302,7 @@ def test_a_pull_is_split_again_and_the_values_are_joined(stack: ExitStack) -> No
 
 @pytest.mark.parametrize("seed", range(3))
 def test_values_find_the_rows_after_any_number_of_view_changes(stack: ExitStack, seed: int) -> None:
-    """Requests are cut into pieces, and those into pieces, in the order of other keys than the caller's."""
+    """Each view change divides the requests again, in another order of keys than the caller's order."""
     random = np.random.default_rng(seed)
 
     def divided() -> dict[int, int]:
@@ -331,7 +331,7 @@ def test_values_find_the_rows_after_any_number_of_view_changes(stack: ExitStack,
 def test_a_waiting_client_resyncs_with_another_server_after_a_cut(
     stack: ExitStack,
 ) -> None:
-    """Found by the simulation: its reply may depend on a worker that waits for the data lost in the cut."""
+    """The simulation found this: the awaited reply may depend on a worker that waits for the data lost in the cut."""
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -367,25 +367,25 @@ def test_an_idle_client_resyncs(stack: ExitStack) -> None:
 
 
 def test_a_joining_worker_resyncs(stack: ExitStack) -> None:
-    """A server that records it before it receives the map would wait for it forever."""
+    """Otherwise a server that records the worker before it receives the view would wait for the worker forever."""
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     for incarnation in (11, 12):
         server = world.servers[incarnation]
         until(lambda server=server: len(server.data(1)) == 2)  # type: ignore[misc]
-        # By its first view, and when it has joined.
+        # One resync follows the first view, and one follows the join.
         assert [message[:5] for message in server.data(1)] == [(SYNCED, 0, 1, 0, 3), (SYNCED, 1, 1, 0, 3)]
     assert client.clock == 0
 
 
-def kept_world(stack: ExitStack, **options: Any) -> tuple[World, Client]:
+def sequential_world(stack: ExitStack, **options: Any) -> tuple[World, Client]:
     world = World(stack, {11: LOW, 12: HIGH}, 13, consistency="sequential", **options)
     return world, world.connect()
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 def test_answered_pushes_are_retained_until_stable(stack: ExitStack, kind: str) -> None:
-    world, client = kept_world(stack)
+    world, client = sequential_world(stack)
     sparse, dense = client.sparse_table("w", update=SGD(lr=1.0)), client.dense_table("d", size=DENSE, update=SGD(lr=1))
 
     def push(grads: Any) -> Ticket:
@@ -397,13 +397,13 @@ def test_answered_pushes_are_retained_until_stable(stack: ExitStack, kind: str) 
         push(grads).wait()
         client.tick()
         client.flush()
-    grads[:] = 0  # they are copies
+    grads[:] = 0  # retained pushes are copies
     world.servers[12].durable = 1
     push(ones() * 4).wait()
     world.publish(client, 2, {11: ALL}, filling=13)
     until_synced(world.servers[11], 2)
     again = world.servers[11].data(2)[:-1]
-    high = len(keys_in(HIGH)) if kind == "sparse" else 64  # elements 100 to 163 lie in one half or both
+    high = len(keys_in(HIGH)) if kind == "sparse" else 64  # elements 100 to 163 may lie in both halves
     if kind == "dense":
         high = sum(b - a for a, b in clip_runs(runs_in(DENSE, HIGH), 100, 164))
     if high:
@@ -424,7 +424,7 @@ def test_answered_pushes_are_retained_until_stable(stack: ExitStack, kind: str) 
 
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_resent_pushes_are_retained_unchanged(stack: ExitStack, is_answered: bool) -> None:
-    """The first memory may be reused: the caller's arrays by the caller, and a copy's memory by another copy."""
+    """Retained pushes stay unchanged if the caller reuses its arrays, or if a new copy reuses an old copy's memory."""
     world = World(stack, {11: ALL}, 13, consistency="sequential")
     client = world.connect()
     table = client.dense_table("d", size=DENSE, update=SGD(lr=1.0))
@@ -443,8 +443,8 @@ def test_resent_pushes_are_retained_unchanged(stack: ExitStack, is_answered: boo
     assert [set(message.grads) for message in world.servers[13].data(3)[:-1]] == [{1.0}, {2.0}]
 
 
-def test_retiring_waits_until_it_is_safe(stack: ExitStack) -> None:
-    world, client = kept_world(stack)
+def test_retiring_waits_until_pushes_are_durable(stack: ExitStack) -> None:
+    world, client = sequential_world(stack)
     table = client.sparse_table("w", update=SGD(lr=1.0))
     table.push(KEYS, ones(), tick=True).wait()
     table.push(KEYS, ones()).wait()
@@ -453,10 +453,10 @@ def test_retiring_waits_until_it_is_safe(stack: ExitStack) -> None:
     client.retire()
     for incarnation in (11, 12):
         pull = world.servers[incarnation].seen[-1]
-        assert (pull.kind, pull.clock, pull.keys) == (PULL, 1, ())  # a read of the next iteration
+        assert (pull.kind, pull.clock, pull.keys) == (PULL, 1, ())  # an empty pull of the next iteration
     assert not any(connection.session.retained for connection in client.servers.newest())
     table.push(KEYS, ones()).wait()
-    assert not any(connection.session.retained for connection in client.servers.newest())  # it is applied immediately
+    assert not any(connection.session.retained for connection in client.servers.newest())  # applied immediately
 
 
 def test_lost_buckets(stack: ExitStack) -> None:
@@ -486,7 +486,7 @@ def test_lost_buckets(stack: ExitStack) -> None:
         table.pull(low)
 
 
-def test_no_newer_map_comes(stack: ExitStack) -> None:
+def test_a_missing_newer_view_is_a_deadline_error(stack: ExitStack) -> None:
     world = World(stack, {11: ALL})
     client = world.connect(timeout_s=0.2, reconnect_s=0.1)
     table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -556,7 +556,7 @@ def test_a_rejection_is_raised_after_the_loss_of_another_server(stack: ExitStack
     table.push(low, np.ones(len(low), np.float32))
     until(lambda: any(frame.kind == PUSH for frame in world.servers[11].seen))
     world.servers[11].fails = None
-    table.pull(low)  # the refusal arrived before its reply
+    table.pull(low)  # the rejection arrived before the reply to this pull
     world.publish(client, 2, {11: ALL})
     with pytest.raises(NonFiniteError, match="refused"):
         client.flush()

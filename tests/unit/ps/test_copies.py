@@ -1,4 +1,4 @@
-"""Copies of arrays in memory that is used again."""
+"""Copies of arrays in reused memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_copies_do_not_change_with_the_source() -> None:
     assert len(memory) == 4096
 
 
-def test_returned_memory_is_used_again_if_large_enough() -> None:
+def test_returned_memory_is_reused_if_it_is_large_enough() -> None:
     copies = Copies()
     small, large = np.zeros(100, np.float32), np.zeros(100_000, np.float32)
     _, one = copies.copy([small])

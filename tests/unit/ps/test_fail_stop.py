@@ -1,4 +1,4 @@
-"""Uncaught exceptions anywhere in a role's process end it with one line."""
+"""An uncaught exception anywhere in a role's process ends the process and prints one line."""
 
 from __future__ import annotations
 

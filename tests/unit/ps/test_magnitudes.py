@@ -1,4 +1,4 @@
-"""Bounds decide whether a push may overflow, and they are never too low."""
+"""Bounds of magnitudes decide whether a push may overflow. No bound is lower than a magnitude."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SETTINGS += [case.rule for name, case in RULE_CASES.items() if name in RULES and
 
 
 def in_tables(rules: list[UpdateRule]) -> list[tuple[UpdateRule, str]]:
-    """Return rules with the kinds of tables that they are for."""
+    """Return each rule with each kind of table that supports it."""
     return [(rule, kind) for rule in rules for kind in ("sparse", "dense") if kind == "sparse" or not rule.row_dim]
 
 
@@ -81,7 +81,7 @@ def rows_of(part: TablePart) -> dict[int, np.ndarray]:
 
 
 def push(part: TablePart, keys: Selection, grads: np.ndarray) -> bool:
-    """Push, if it is known that nothing overflows; return whether it is."""
+    """Push if the bounds exclude an overflow; return whether they do."""
     is_safe = part.magnitudes.take(float(np.abs(grads).max()))
     if is_safe:
         part.push(keys, grads)
@@ -103,7 +103,7 @@ def test_no_record_exceeds_the_bounds(rule: UpdateRule, kind: str) -> None:
     part = part_of(rule, kind, Normal(mean=0.5, std=0.1))
     for number in range(200):
         scale = 10.0 ** int(random.integers(-25, 4))
-        if number % 100 == 50:  # gradients of one sign, which add up
+        if number % 100 == 50:  # gradients of the same sign add up
             scale = 1e3
         chosen = np.sort(random.choice(NUM_ROWS, 10, replace=False)).astype(np.uint64)
         grads = np.abs(random.normal(0, scale, 10 * part.dim)).astype(np.float32)
@@ -117,19 +117,19 @@ def test_no_record_exceeds_the_bounds(rule: UpdateRule, kind: str) -> None:
 @pytest.mark.parametrize("rule", SETTINGS, ids=str)
 def test_bounds_stay_low_through_long_training(rule: UpdateRule) -> None:
     magnitudes = part_of(rule, "sparse").magnitudes
-    decays = isinstance(rule, Momentum) and rule.weight_decay  # the bounds ignore its effect on the velocity
+    decays = isinstance(rule, Momentum) and rule.weight_decay  # the bounds ignore its effect on velocity
     for number in range(3_000 if decays else 100_000):
         assert magnitudes.take(1.0 + number % 7), number
 
 
 @pytest.mark.parametrize("rule", [SGD(lr=1.0), Momentum(lr=1.0, momentum=1.0), FTRL(alpha=1.0)], ids=str)
-def test_unseen_magnitudes_are_measured(rule: UpdateRule) -> None:
+def test_bounds_can_be_replaced_by_measured_magnitudes(rule: UpdateRule) -> None:
     part = part_of(rule, "sparse")
     key, grads = Selection(np.zeros(1, np.uint64)), np.full(3, 1e36, np.float32)
     while push(part, key, grads):
         assert_bounded(part)
     (_, after), *_ = part.trial(key, grads)
-    assert np.isfinite(after).all() or isinstance(rule, FTRL)  # long before anything overflows
+    assert np.isfinite(after).all() or isinstance(rule, FTRL)  # the push is refused long before an overflow
     part.magnitudes.take_unseen(1e38)
     assert not part.magnitudes.take(0.0)
     part.measure_all()
@@ -149,7 +149,7 @@ def test_unseen_magnitudes_are_measured(rule: UpdateRule) -> None:
     ],
     ids=str,
 )
-def test_after_an_impossible_record_every_push_is_tried(rule: UpdateRule, record: list[float]) -> None:
+def test_an_invalid_record_makes_every_push_a_trial(rule: UpdateRule, record: list[float]) -> None:
     part = part_of(rule, "dense")
     part.write_records(np.array([5], np.uint64), np.array([record], np.float32))
     assert not part.magnitudes.take(1.0)
@@ -166,7 +166,7 @@ def test_weights_of_other_hyperparameters() -> None:
 
 
 @pytest.mark.parametrize("rule", [RMSprop(lr=0.1, centered=True), NAdam(lr=0.1), Rprop(lr=0.1)], ids=str)
-def test_pushes_of_other_rules_are_always_tried(rule: UpdateRule) -> None:
+def test_pushes_of_rules_without_bounds_are_always_trials(rule: UpdateRule) -> None:
     part = part_of(rule, "sparse")
     for _ in range(3):
         assert not part.magnitudes.take(1.0)

@@ -1,4 +1,4 @@
-"""Rows beyond a memory limit are stored in files: equal to the bit, and no file remains."""
+"""Rows beyond a memory limit are stored in files. All values are equal bit by bit, and no file remains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT_BYTES = 1 << 19
 
 
 def keys_of(count: int, seed: int) -> np.ndarray:
-    """Return keys (uint64) of few buckets, so that these become large enough for files of their own."""
+    """Return keys (uint64) of only 8 buckets, so that each bucket becomes large enough for a separate file."""
     keys = np.random.default_rng(seed).integers(0, 2**64, 64 * count, np.uint64)
     buckets = np.empty(len(keys), np.uint16)
     index.buckets_of(keys, buckets)
@@ -42,7 +42,7 @@ def test_a_table_beyond_the_limit_is_bit_identical(
     memory = RowMemory(MemoryLimit(num_bytes=LIMIT_BYTES, spill_dir=str(tmp_path)))
     spilled, plain = SparseStore(dim=dim, rule=rule, memory=memory), SparseStore(dim=dim, rule=rule)
     with caplog.at_level(logging.WARNING, "paceline.tables"):
-        for seed in (0, 1, 0):  # the last pass finds its rows
+        for seed in (0, 1, 0):  # the rows of the third pass exist
             keys = keys_of(40_000 // dim, seed)
             grads = np.random.default_rng(seed + 9).standard_normal(dim * len(keys)).astype(np.float32)
             for store in (spilled, plain):
@@ -58,7 +58,7 @@ def test_a_table_beyond_the_limit_is_bit_identical(
     plain.pull(keys, expected)
     np.testing.assert_array_equal(found, expected)
     for (bucket_keys, records), (same, plain_records) in zip(spilled.items(), plain.items(), strict=True):
-        order, other_order = np.argsort(bucket_keys), np.argsort(same)  # buckets have grown at other times
+        order, other_order = np.argsort(bucket_keys), np.argsort(same)  # the rows' order may differ
         np.testing.assert_array_equal(bucket_keys[order], same[other_order])
         np.testing.assert_array_equal(records[order], plain_records[other_order])
     assert spilled.erase(keys[:1000]) == 1000
@@ -69,7 +69,7 @@ def test_a_table_beyond_the_limit_is_bit_identical(
     assert mapped_files(tmp_path) == 0
 
 
-def test_lookups_follow_the_prefetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_are_prefetched_before_lookups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = RowMemory(MemoryLimit(num_bytes=LIMIT_BYTES, spill_dir=str(tmp_path)))
     store, keys = SparseStore(dim=1, memory=memory), keys_of(40_000, 0)
     store.push(keys, np.ones(len(keys), np.float32))
@@ -82,7 +82,7 @@ def test_lookups_follow_the_prefetch(tmp_path: Path, monkeypatch: pytest.MonkeyP
     np.testing.assert_array_equal(store.directory[index.LIMIT : index.USED], limits)
 
 
-def test_a_full_disk_refuses_a_push_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_fails_without_changes_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SparseStore(dim=1, memory=RowMemory(MemoryLimit(num_bytes=LIMIT_BYTES, spill_dir=str(tmp_path))))
     keys = keys_of(40_000, 0)
     store.push(keys[:1000], np.ones(1000, np.float32))
@@ -113,11 +113,11 @@ def test_a_full_disk_refuses_a_push_and_changes_nothing(tmp_path: Path, monkeypa
         ("", None),
     ],
 )
-def test_sizes_are_read(text: str, size: int | None) -> None:
+def test_sizes_are_parsed(text: str, size: int | None) -> None:
     assert parse_size(text) == size
 
 
-def test_invalid_limits_are_rejected_in_a_sentence(tmp_path: Path) -> None:
+def test_invalid_limits_are_rejected(tmp_path: Path) -> None:
     assert MemoryLimit.parse(None, None) is None
     with pytest.raises(UsageError, match="--memory-limit 8X: expected a positive number of bytes such as 512M"):
         MemoryLimit.parse("8X", None)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # withou
 
 
 class MapWithoutRemap(mmap.mmap):
-    """As on systems without mremap."""
+    """A memory map like on a system without mremap."""
 
     resized = 0
 
@@ -60,7 +60,7 @@ def test_growth_keeps_existing_rows(way: str) -> None:
     assert way == "mremap" or MapWithoutRemap.resized == 3
 
 
-def test_a_table_grows_either_way(way: str) -> None:
+def test_a_table_grows_with_and_without_mremap(way: str) -> None:
     store, keys = SparseStore(dim=16, rule=Adagrad(lr=1.0)), np.arange(20_000, dtype=np.uint64)
     grads = np.repeat(np.where(keys % 2, -1, 1), 16).astype(np.float32)
     for start in range(0, len(keys), 500):
@@ -71,7 +71,7 @@ def test_a_table_grows_either_way(way: str) -> None:
     assert way == "mremap" or MapWithoutRemap.resized > 512
 
 
-def test_nothing_changes_where_memory_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_fails_without_changes_if_memory_is_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
     store, keys = SparseStore(dim=16, rule=Adagrad(lr=1.0)), np.arange(5000, dtype=np.uint64)
     ones = np.ones(16 * len(keys), np.float32)
     store.push(keys, ones)
@@ -89,7 +89,7 @@ def test_nothing_changes_where_memory_is_out(monkeypatch: pytest.MonkeyPatch) ->
     after = np.empty_like(ones)
     store.pull(keys, after)
     np.testing.assert_array_equal(after, before)
-    store.push(more, ones)  # and memory is available again
+    store.push(more, ones)  # memory is available again
     assert len(store) == 10_000
 
 
@@ -101,7 +101,7 @@ def test_pages_written_in_parts() -> None:
     lazy.expect(0, length // 2)
     lazy.array[: length // 2] = 1.0
     assert not lazy.array[length // 2 :].any()
-    lazy.forget(1, length // 4 + 1)  # no whole pages at its ends
+    lazy.forget(1, length // 4 + 1)  # the first and the last page are only partly in the range
     assert (lazy.array[0], lazy.array[length // 4 + 1]) == (1.0, 1.0)
     assert (lazy.array[length // 4 + 1 : length // 2] == 1.0).all()
     lazy.forget(5, 6)
@@ -115,7 +115,7 @@ def test_impossible_amounts_of_memory_are_refused() -> None:
         LazyFloats(1 << 70, used=1 << 70)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="address space is reserved with its memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reserves address space without memory")
 def test_a_table_may_be_larger_than_the_memory_of_a_server() -> None:
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
         pytest.skip("this system reserves memory for all that is mapped")

@@ -1,4 +1,4 @@
-"""Rows without a push for several passes: against a dictionary, with growth, erasure and all layouts."""
+"""The age of rows in passes equals the age in a dictionary, with growth, erasure and all layouts."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_the_age_of_a_row_is_the_age_of_the_last_push(dim: int, rule: UpdateRule
         np.testing.assert_array_equal(np.sort(keys), np.sort(same))
         np.testing.assert_array_equal(records[np.argsort(keys)], expected[np.argsort(same)])
     keys, records = plain.read_bucket(7)
-    part.load_bucket(7, keys, records)  # rows from another server count as seen now
+    part.load_bucket(7, keys, records)  # loaded rows count as pushed in this pass
     assert len(part.unseen_keys(7, 1)) == 0
     assert unseen(part, MAX_PASSES) == set()
 
 
-def test_marks_go_round() -> None:
+def test_pass_numbers_wrap_around() -> None:
     part = part_of(1, FTRL(alpha=0.05))
     keys = np.arange(3, dtype=np.uint64)  # also key 0, whose row is stored separately
     for number in range(1, 200):
@@ -75,7 +75,7 @@ def test_marks_go_round() -> None:
         assert unseen(part, 60) == ({1, 2} if expected == 60 else set())
 
 
-def test_rows_stay_where_memory_does_not_suffice_for_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_unchanged_if_memory_for_pass_numbers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     part, keys = part_of(1, Adagrad(lr=0.1)), np.arange(20_000, dtype=np.uint64)
     push(part, keys)
     before = [part.read_bucket(bucket) for bucket in range(512)]
@@ -93,12 +93,12 @@ def test_rows_stay_where_memory_does_not_suffice_for_marks(monkeypatch: pytest.M
     for bucket, (bucket_keys, records) in enumerate(before):
         np.testing.assert_array_equal(part.read_bucket(bucket)[0], bucket_keys)
         np.testing.assert_array_equal(part.read_bucket(bucket)[1], records)
-    part.begin_pass(2, 1)  # there is memory now
+    part.begin_pass(2, 1)  # memory is available again
     push(part, keys[:5000])
     assert unseen(part, 1) == set(range(5000, 20_000))
 
 
-def test_the_last_possible_passes_are_sent_exactly() -> None:
+def test_the_highest_pass_numbers_are_sent_exactly() -> None:
     part, other, keys = part_of(1, FTRL(alpha=0.05)), part_of(1, FTRL(alpha=0.05)), np.arange(60, dtype=np.uint64)
     for age in reversed(range(60)):
         part.begin_pass(MAX_PASS - age, 1)
@@ -111,7 +111,7 @@ def test_the_last_possible_passes_are_sent_exactly() -> None:
 
 
 @pytest.mark.parametrize(("dim", "rule"), RULES)
-def test_passes_go_with_the_rows_to_another_server_and_back_in_time(dim: int, rule: UpdateRule) -> None:
+def test_rows_keep_their_passes_on_another_server_and_after_a_rollback(dim: int, rule: UpdateRule) -> None:
     every = (np.arange(6001, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
     part, other = part_of(dim, rule), part_of(dim, rule)
     last = {int(key): 2 for key in every}
@@ -126,7 +126,7 @@ def test_passes_go_with_the_rows_to_another_server_and_back_in_time(dim: int, ru
         keys, records = part.read_bucket(bucket)
         chosen = np.isin(expired, keys)
         is_expired = np.isin(keys, expired)
-        part.erase(expired[chosen])  # after the moment that is read
+        part.erase(expired[chosen])  # erase the rows after they were read
         other.load_with_passes(bucket, keys, part.with_passes(bucket, keys, records))
         np.testing.assert_array_equal(other.read_bucket(bucket)[1].shape, records.shape)
         assert not is_expired.any() or set(keys[is_expired].tolist()) <= unseen(other, MAX_PASSES)
@@ -140,8 +140,8 @@ def test_passes_go_with_the_rows_to_another_server_and_back_in_time(dim: int, ru
     assert part_of(dim, rule).with_passes(3, every[:0], records) is records
 
 
-def test_filled_rows_keep_passes_in_any_order() -> None:
-    """A bucket is filled before its sender records passes, between the two starts, or after both."""
+def test_filled_rows_keep_their_passes_in_any_order_of_messages() -> None:
+    """The receiver may start its pass before or after it is filled."""
     keys = np.arange(64, dtype=np.uint64)
     for order in (("load", "begin"), ("begin", "load")):
         sender, receiver = part_of(1, Adagrad(lr=0.1)), part_of(1, Adagrad(lr=0.1))
@@ -158,7 +158,7 @@ def test_filled_rows_keep_passes_in_any_order() -> None:
         assert unseen(receiver, 3) == set()
 
 
-def test_a_later_bucket_has_a_newer_pass() -> None:
+def test_a_receiver_uses_the_newest_pass_of_its_buckets() -> None:
     sender, receiver = part_of(1, Adagrad(lr=0.1)), part_of(1, Adagrad(lr=0.1))
     buckets = [sender.buckets_of(Selection(np.array([key], np.uint64))).bit_length() - 1 for key in range(2)]
     for number, key in enumerate(sorted(range(2), key=lambda key: buckets[key]), start=4):

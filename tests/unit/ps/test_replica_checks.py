@@ -30,7 +30,7 @@ def digest(rows: dict[int, tuple[int, int]]) -> int:
 
 @settings(deadline=None)
 @given(rows=ROWS, other=ROWS, random=st.randoms())
-def test_a_digest_is_of_the_rows_in_whatever_order(
+def test_a_digest_does_not_depend_on_the_order_of_rows(
     rows: dict[int, tuple[int, int]], other: dict[int, tuple[int, int]], random: np.random.Generator
 ) -> None:
     keys = list(rows)
@@ -50,7 +50,7 @@ def test_a_digest_depends_on_every_bit(rows: dict[int, tuple[int, int]], bit: in
 
 
 @given(pushes=PUSHES)
-def test_every_bucket_has_a_separate_order_of_pushes(pushes: list[tuple[int, int, set[int]]]) -> None:
+def test_the_number_of_a_bucket_depends_only_on_its_pushes(pushes: list[tuple[int, int, set[int]]]) -> None:
     orders, alone = BucketOrders(), BucketOrders()
     for incarnation, sequence, buckets in pushes:
         orders.applied(incarnation, sequence, bucket_set(buckets))
@@ -59,7 +59,7 @@ def test_every_bucket_has_a_separate_order_of_pushes(pushes: list[tuple[int, int
     assert orders.of(7) == alone.of(300)
 
 
-def test_another_order_is_another_number() -> None:
+def test_another_order_of_pushes_gives_another_number() -> None:
     one, other = BucketOrders(), BucketOrders()
     for orders, sequence in ((one, (0, 1)), (other, (1, 0))):
         for worker in sequence:
@@ -76,7 +76,7 @@ def test_a_bucket_is_compared_after_the_same_pushes() -> None:
     groups = (chain_group((1, 2), None, ALL),)
     for table in (first, second):
         table.handle(Change(1, groups))
-    assert first.checkable(2) == 0  # it has no connection
+    assert first.checkable(2) == 0  # server 1 has no connection to server 2
     first.handle(LinkUp(2))
     assert first.checkable(2) == ALL
     assert second.checkable(1) == 0
@@ -89,7 +89,7 @@ def test_a_bucket_is_compared_after_the_same_pushes() -> None:
     assert second.applied_to(5) == ((9, 4),)
 
 
-def test_a_server_handing_up_pushes_is_not_compared() -> None:
+def test_a_former_primary_with_pushes_in_flight_is_not_compared() -> None:
     first, second = Replication(1), Replication(2)
     for table in (first, second):
         table.handle(Change(1, (chain_group((2, 1), None, ALL),)))
@@ -110,7 +110,7 @@ def test_a_server_being_filled_is_not_compared() -> None:
     assert not second.is_comparable(1, 2, 5)
 
 
-def test_a_round_takes_a_minute_or_a_share_of_the_time() -> None:
+def test_a_round_of_checks_takes_a_minute_or_a_share_of_the_time() -> None:
     core = ServerCore(Eventual())
     core.joined(1)
     servers = tuple(Member(f"{server}", Role.SERVER, server, server, "address") for server in (1, 2))

@@ -1,4 +1,4 @@
-"""Room for a model's rows is made once, before they are written."""
+"""Memory for a model's rows is reserved once, before the rows are written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROWS = 600_000
 
 
 @pytest.mark.parametrize("dim", [1, 8])
-def test_rows_fit_in_the_reserved_room(dim: int) -> None:
+def test_rows_fit_in_the_reserved_memory(dim: int) -> None:
     store = SparseStore(dim=dim)
     store.make_room_evenly(_ROWS)
     keys = np.unique(np.random.default_rng(0).integers(0, 2**63, _ROWS, dtype=np.uint64))
@@ -27,7 +27,7 @@ def test_rows_fit_in_the_reserved_room(dim: int) -> None:
     before = list(store.lines)
     store.write_records(keys, values)
     num_grown = sum(new is not old for new, old in zip(store.lines, before, strict=True))
-    assert num_grown <= 5  # few buckets get three standard deviations more than their share
+    assert num_grown <= 5  # few buckets get more rows than their share plus three standard deviations
     found, exists = store.read_records(keys)
     assert exists.all()
     np.testing.assert_array_equal(found, values)

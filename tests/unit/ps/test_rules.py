@@ -32,7 +32,7 @@ STARTS: list[Initializer] = [Zeros(), Constant(value=2), Uniform(low=-1, high=1)
 
 
 @pytest.mark.parametrize("rule", EXAMPLES)
-def test_rules_travel_as_fields(rule: UpdateRule) -> None:
+def test_rules_are_encoded_as_fields(rule: UpdateRule) -> None:
     fields = to_fields(rule)
     assert fields["kind"] == type(rule).__name__
     assert from_fields(RULES, fields) == rule
@@ -42,7 +42,7 @@ def test_rules_travel_as_fields(rule: UpdateRule) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_initializers_travel_as_fields(start: Initializer) -> None:
+def test_initializers_are_encoded_as_fields(start: Initializer) -> None:
     assert from_fields(INITIALIZERS, to_fields(start)) == start
 
 
@@ -64,7 +64,7 @@ def test_every_rule_is_found_by_name_and_number() -> None:
         assert all(math.isfinite(value) for value in example.hyper)
 
 
-def test_two_rules_of_one_name_or_number_are_refused() -> None:
+def test_a_second_rule_with_the_same_name_or_number_is_rejected() -> None:
     with pytest.raises(UsageError, match="an update rule SGD exists already"):
         type("SGD", (UpdateRule,), {"code": 99})
     with pytest.raises(UsageError, match="FTRL has the code 6 already"):
@@ -137,7 +137,7 @@ def test_rules_cannot_be_changed() -> None:
         UpdateRule()  # type: ignore[abstract]
 
 
-def test_a_rule_follows_one_with_the_same_state_only() -> None:
+def test_a_rule_can_only_be_replaced_by_a_rule_with_the_same_state() -> None:
     Adam(lr=0.2, maximize=True).check_follows(Adam(lr=0.1), "table 'w'")
     with pytest.raises(UsageError, match="updated by Adam, and its state belongs to that rule: it cannot become SGD"):
         SGD(lr=0.1).check_follows(Adam(lr=0.1), "table 'w'")

@@ -1,4 +1,4 @@
-"""A moment of a table is read while the table changes; changes since a snapshot are recorded."""
+"""The state of a table at one moment is read while the table changes. Changes since a snapshot are recorded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def push(part: WatchedPart, random: np.random.Generator, keys: Keys) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dim"), [("sparse", 1), ("sparse", 2), ("sparse", 5), ("dense", 1)])
-def test_a_moment_is_read_while_the_table_changes(kind: str, dim: int) -> None:
+def test_the_state_at_one_moment_is_read_while_the_table_changes(kind: str, dim: int) -> None:
     random = np.random.default_rng(dim)
     table = table_of(kind, dim)
     part = watch(table)
@@ -107,4 +107,4 @@ def test_changed_buckets_are_recorded() -> None:
     assert not part.unchanged_since(("d", 2)) >> first & 1
     part.erase(keys)
     assert part.unchanged_since(("d", 1)) | part.unchanged_since(("d", 2)) == 0
-    assert part.num_rows == part.part.num_rows == 0  # functions that do not write belong to the part itself
+    assert part.num_rows == part.part.num_rows == 0  # the watched part has the attributes of the part

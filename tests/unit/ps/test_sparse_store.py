@@ -1,4 +1,4 @@
-"""A table's rows against a dictionary: every key, every layout, growth, erasure, export."""
+"""A table's rows equal a dictionary: every key, every layout, growth, erasure, export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ compiled_only = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="too slow") 
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 
-# Rows of 1, 2 and 3 words lie in the index (5, 4, 3 entries in a line), and larger rows outside. Adam has a step count.
+# Rows of 1, 2 and 3 words are stored in the index (5, 4, 3 entries in a line), and larger rows outside. Adam's rows
+# have a step count.
 LAYOUTS: list[tuple[int, UpdateRule]] = [
     (1, SGD(lr=1.0)),
     (1, Momentum(lr=1.0, momentum=0.0)),
@@ -46,7 +47,7 @@ MAX_KEY = 2**64 - 1
 
 
 def crafted(bucket: int, count: int, line: int = 0, low_bits: int = 0) -> Keys:
-    """Keys whose hashes share bucket and home line; `line` is a 32-bit fraction of the bucket's lines."""
+    """Return keys whose hashes share bucket and home line; `line` is a 32-bit fraction of the bucket's lines."""
     hashes = (bucket << 55) | (line << 23) | np.arange(low_bits, low_bits + count, dtype=np.uint64)
     return reference.unmix(hashes.astype(np.uint64))
 
@@ -133,7 +134,7 @@ def test_unmix_is_the_inverse_of_mix() -> None:
     assert set(reference.bucket_of(crafted(77, 100, line=2**32 - 1)).tolist()) == {77}
 
 
-# Few distinct keys, many of them in the same line or in the last line of a bucket, and both ends of the range.
+# Few distinct keys: many in the same line, many in the last line of a bucket, and the smallest and largest key.
 KEY_CHOICES = np.concatenate(
     [
         np.array([0, 1, MAX_KEY], np.uint64),
@@ -152,7 +153,7 @@ KEY_SETS = st.lists(st.integers(0, len(KEY_CHOICES) - 1), max_size=120).map(
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
 @num_examples(40)
 @given(steps=st.lists(st.tuples(st.sampled_from(["write", "push", "erase", "drop", "load"]), KEY_SETS), max_size=8))
-def test_any_history(dim: int, rule: UpdateRule, steps: list[tuple[str, Keys]]) -> None:
+def test_operations_in_any_order_equal_a_dictionary(dim: int, rule: UpdateRule, steps: list[tuple[str, Keys]]) -> None:
     model = Model(dim, rule)
     for step, keys in steps:
         getattr(model, step)(keys)
@@ -182,7 +183,7 @@ def test_keys_crafted_to_share_a_line(dim: int, rule: UpdateRule, line: int) -> 
     model, keys = Model(dim, rule), crafted(300, 400, line)
     model.write(keys)
     model.check(crafted(300, 20, line, low_bits=1000))
-    assert model.store.num_bytes < 400_000  # the tail grows, not the bucket without end
+    assert model.store.num_bytes < 400_000  # the tail grows, and the bucket does not grow without limit
     model.erase(keys[::2].copy())
     model.check(keys)
     model.write(keys)
@@ -194,7 +195,7 @@ def test_a_full_tail_of_a_formerly_larger_bucket(dim: int, rule: UpdateRule) -> 
     model = Model(dim, rule)
     many, few = crafted(9, 3000, line=2**20), crafted(9, 200, line=2**32 - 1)
     spread = reference.unmix(
-        (9 << 55) + np.linspace(0, 2**55 - 1, 3000).astype(np.uint64)  # fills the bucket evenly
+        (9 << 55) + np.linspace(0, 2**55 - 1, 3000).astype(np.uint64)  # these keys fill the bucket evenly
     )
     model.write(spread)
     model.erase(spread[:-300].copy())
@@ -230,7 +231,7 @@ def test_a_loaded_bucket_equals_the_read_bucket(dim: int, rule: UpdateRule, monk
     store.push(keys, np.random.default_rng(9).standard_normal(len(keys) * dim).astype(np.float32))
     copy.push(
         keys[:10_000] ^ np.uint64(1), np.ones(10_000 * dim, np.float32)
-    )  # the former rows of this bucket and of other buckets
+    )  # the store has other rows in this bucket and in other buckets
     elsewhere = int(len(copy) - copy.counts[5])
     rehashed = []
     rehash = index.rehash
@@ -283,7 +284,7 @@ def test_export_and_import(dim: int, rule: UpdateRule) -> None:
         copy.write_records(bucket_keys, records)
     assert len(copy) == len(keys)
     for table in (store, copy):
-        table.push(keys, grads[2])  # the state came along, or this would differ
+        table.push(keys, grads[2])  # this depends on the exported state of the rule
     np.testing.assert_array_equal(pull(copy, keys), pull(store, keys))
     whole = np.concatenate([bucket_keys for bucket_keys, _ in store.items()])
     np.testing.assert_array_equal(np.sort(whole), keys)
@@ -291,7 +292,7 @@ def test_export_and_import(dim: int, rule: UpdateRule) -> None:
 
 @compiled_only
 @pytest.mark.parametrize(("dim", "rule"), [(1, Adam(lr=0.1)), (16, Adagrad(lr=0.1))])
-def test_erased_rows_make_room(dim: int, rule: UpdateRule) -> None:
+def test_memory_of_erased_rows_is_reused(dim: int, rule: UpdateRule) -> None:
     store, generator = SparseStore(dim=dim, rule=rule), np.random.default_rng(5)
     keys = random_keys(generator, 20_000)
     store.push(keys, np.ones(len(keys) * dim, np.float32))
@@ -334,7 +335,7 @@ def fails(*arguments: object, **options: object) -> None:
 
 
 class ScarceMemory(RowMemory):
-    """Memory that may be refused, so that room is made before a push."""
+    """Memory that may be refused, so a store reserves memory before a push."""
 
     def may_refuse(self) -> bool:
         return True
@@ -361,7 +362,7 @@ def test_the_reserved_memory_suffices(
 
 
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
-def test_existing_rows_need_no_room(dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_rows_need_no_further_memory(dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = random_keys(np.random.default_rng(8), 5000)
     store = SparseStore(dim=dim, rule=rule, memory=ScarceMemory())
     store.push(keys, np.ones(5000 * dim, np.float32))
@@ -374,14 +375,14 @@ def test_existing_rows_need_no_room(dim: int, rule: UpdateRule, monkeypatch: pyt
     store.reserve(keys)
     monkeypatch.setattr(index, "rehash", fails)
     monkeypatch.setattr(sparse, "count_absent", fails)
-    store.reserve(keys)  # from this point on it costs nothing
+    store.reserve(keys)  # a further call does not count or rehash
 
 
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
-def test_room_for_all_keys_takes_nothing_from_new_keys(
+def test_existing_keys_need_no_memory_of_the_new_keys(
     dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is memory for the rows that are absent, but not for as many as are sent."""
+    """The memory suffices for the absent rows, but not for as many rows as there are keys."""
     old, new = random_keys(np.random.default_rng(10), 20_000), random_keys(np.random.default_rng(11), 100)
     keys = np.concatenate([old[::2], new])
     store, other = (SparseStore(dim=dim, rule=rule, memory=ScarceMemory()) for _ in range(2))
@@ -428,12 +429,12 @@ def test_arrays_of_the_wrong_size_are_refused() -> None:
 
 
 def crafted_keys(count: int, bucket: int = 5) -> Keys:
-    """Return keys that the hash, which is invertible, puts into one line of one bucket."""
+    """Return keys that the hash function puts into one line of one bucket. The function is invertible."""
     hashes = np.uint64((bucket << 55) | (12345 << 23)) + np.arange(count, dtype=np.uint64)
     return np.asarray(reference.unmix(hashes))
 
 
-def test_nothing_is_counted_where_memory_is_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_not_counted_if_memory_is_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "has_room", fails)
     store = SparseStore(dim=1)
     monkeypatch.setattr(store.memory, "may_refuse", lambda: False)
@@ -445,7 +446,7 @@ def test_nothing_is_counted_where_memory_is_never_refused(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dim", [1, 2, 8])
 def test_crafted_keys_cost_no_more_than_random_keys(dim: int) -> None:
-    """With all keys in one line, a lookup would visit all of them: 40,000 keys took seconds."""
+    """If all keys were in one line, a lookup would visit all keys, which took seconds for 40,000 keys."""
     keys = crafted_keys(20_000)
     store = SparseStore(dim=dim, rule=SGD(lr=1.0))
     store.push(keys, np.ones(dim * len(keys), np.float32))
@@ -463,7 +464,7 @@ def test_crafted_keys_cost_no_more_than_random_keys(dim: int) -> None:
     assert (out.reshape(-1, dim)[1::2] == -1).all()
 
 
-def test_a_bucket_of_crafted_keys_moves_and_comes_back() -> None:
+def test_a_bucket_of_crafted_keys_can_be_moved() -> None:
     keys = crafted_keys(5_000)
     store, other = SparseStore(dim=1), SparseStore(dim=1)
     store.push(keys, np.arange(len(keys), dtype=np.float32))
@@ -478,7 +479,7 @@ def test_a_bucket_of_crafted_keys_moves_and_comes_back() -> None:
 
 
 def test_tables_with_the_same_pushes_have_the_same_layout() -> None:
-    """A salt is taken only where crafted keys make it necessary: saved models are the same on every run."""
+    """A bucket gets a random salt only if crafted keys require one. So saved models are the same in every run."""
     keys = np.random.default_rng(1).integers(0, 2**64, 300_000, np.uint64)
     stores = [SparseStore(dim=1) for _ in range(2)]
     for store in stores:

@@ -61,7 +61,7 @@ def test_elements_of_another_server_are_refused() -> None:
             part.num_values(Selection(np.array([key, 0], np.uint64)))
 
 
-def test_records_are_sent_completely() -> None:
+def test_copied_records_include_the_state_of_the_rule() -> None:
     rule = Adam(lr=0.1)
     one, other = dense(1024, range(512), rule), dense(1024, range(0, 512, 2), rule)
     assert one.record_words == 4
@@ -90,7 +90,7 @@ def test_a_part_without_elements() -> None:
     assert [len(array) for array in part.read_bucket(7)] == [0, 0]
 
 
-def test_hyperparameters_may_change_and_the_rule_may_not() -> None:
+def test_hyperparameters_may_change_but_the_rule_may_not() -> None:
     start = to_fields(Constant(value=1))
     spec = TableSpec(name="w", kind="sparse", update=to_fields(SGD(lr=1.0)), initializer=start)
     part = make_part(spec, ALL)

@@ -63,19 +63,19 @@ def received(view: View) -> View:
 
 
 @given(seed=seeds, is_partial=st.booleans())
-def test_a_view_is_sent_completely(seed: int, is_partial: bool) -> None:
+def test_a_received_view_equals_the_sent_view(seed: int, is_partial: bool) -> None:
     view = random_view(Random(seed))
     view = view.without_workers() if is_partial else view
     assert received(view) == view
 
 
 @given(seed=seeds)
-def test_a_change_applied_to_the_view_before_is_the_view_after(seed: int) -> None:
+def test_a_change_applied_to_the_earlier_view_gives_the_later_view(seed: int) -> None:
     random = Random(seed)
     base = random_view(random)
     retained = [member for member in base.members if random.random() < 0.7]
     after = random_view(random, [*retained, *random_members(random, first=100)])
-    after = replace(after, groups=after.groups or base.groups)  # chains only change
+    after = replace(after, groups=after.groups or base.groups)  # a view with chains never loses all chains
     change = msgspec.msgpack.decode(messages.encode(ViewChange.between(base, after)), type=ViewChange[Endpoint])
     view = change.apply(received(base))
     assert sorted(view.members, key=lambda listed: listed.incarnation) == sorted(

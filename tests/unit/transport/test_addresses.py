@@ -57,10 +57,10 @@ def test_invalid_addresses_are_rejected(text: str) -> None:
         Address.parse(text)
 
 
-def test_an_endpoint_knows_the_best_way(tmp_path: Path) -> None:
+def test_an_endpoint_returns_its_fastest_address(tmp_path: Path) -> None:
     path = tmp_path / "s"
     endpoint = Endpoint(Address("tcp", "10.0.0.1", 1), Address("unix", path=str(path)), host_identity())
-    assert endpoint.best() == endpoint.tcp  # the path cannot be seen from here
+    assert endpoint.best() == endpoint.tcp  # this process does not see the path
     path.touch()
     assert endpoint.best() == endpoint.unix
     assert endpoint.best(local_host="another host") == endpoint.tcp
@@ -68,13 +68,13 @@ def test_an_endpoint_knows_the_best_way(tmp_path: Path) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(endpoint), type=Endpoint) == endpoint
 
 
-def test_a_wildcard_is_announced_as_an_address_of_the_machine() -> None:
+def test_the_announced_host_is_no_wildcard() -> None:
     assert announced_host("10.1.2.3") == "10.1.2.3"
     assert announced_host("0.0.0.0") not in ("", "0.0.0.0")
 
 
 def _name_of(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
-    """Have the name "both.example" stand for these hosts."""
+    """Make the name "both.example" resolve to these hosts."""
     resolve = socket.getaddrinfo
 
     def fake_lookup(host: str, *args: Any, **options: Any) -> list[Any]:
@@ -87,8 +87,8 @@ def _name_of(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
     monkeypatch.setattr("socket.getaddrinfo", fake_lookup)
 
 
-def test_every_address_of_a_name_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    _name_of(monkeypatch, "127.0.0.1", "192.0.2.7", "127.0.0.2")  # this machine does not have the second
+def test_a_listener_binds_every_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _name_of(monkeypatch, "127.0.0.1", "192.0.2.7", "127.0.0.2")  # this machine lacks the second address
     with ExitStack() as stack:
         bound = [stack.enter_context(listening) for listening in bind_tcp(Address("tcp", "both.example", 0))]
         port = bound[0].getsockname()[1]
@@ -101,7 +101,7 @@ def test_every_address_of_a_name_is_listened_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def _full_listener(stack: ExitStack) -> socket.socket:
-    """Return a listener that accepts no connection: its queue is full, and the kernel drops new requests."""
+    """Return a listener with a full queue: the kernel does not answer new connection requests."""
     listening = stack.enter_context(socket.socket())
     listening.bind(("127.0.0.2", 0))
     listening.listen(0)
@@ -112,12 +112,12 @@ def _full_listener(stack: ExitStack) -> socket.socket:
     return listening
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of the machine")
-def test_an_address_without_a_reply_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the address 127.0.0.2 by default")
+def test_the_next_address_is_tried_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     _name_of(monkeypatch, "127.0.0.2", "127.0.0.1")
     with ExitStack() as stack:
         port = 0
-        while not port:  # a port that is free on the other address
+        while not port:  # find a port that is free on the other address
             answering = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 at = _full_listener(stack).getsockname()[1]
@@ -130,7 +130,7 @@ def test_an_address_without_a_reply_leaves_time_for_the_next(monkeypatch: pytest
             assert connected.getpeername() == ("127.0.0.1", port)
 
 
-def test_ipv6_s_wildcard_is_announced_in_ipv6_where_it_leads_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ipv6_wildcard_is_announced_as_the_outgoing_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
     class Probe(contextlib.closing[Any]):
         def __init__(self, family: int, kind: int) -> None:
             super().__init__(self)

@@ -26,11 +26,11 @@ def decoded(meta: bytes) -> Proof:
 
 
 class Handshake:
-    """Run both halves of a handshake, with any changes in between."""
+    """Both halves of a handshake. A test may change the messages between the halves."""
 
-    def __init__(self, *, asking: Hello = WORKER, answering: Hello = SERVER, listener: str = "", token: str = TOKEN):
-        self.client = ClientHandshake(ADDRESS, token, asking, listener=listener)
-        self.server = ServerHandshake(TOKEN, answering, "the listener")
+    def __init__(self, *, client: Hello = WORKER, server: Hello = SERVER, listener: str = "", token: str = TOKEN):
+        self.client = ClientHandshake(ADDRESS, token, client, listener=listener)
+        self.server = ServerHandshake(TOKEN, server, "the listener")
 
     def start_proof(self, binding: bytes = b"") -> Proof:
         return decoded(self.client.answer(self.server.challenge(), binding))
@@ -43,7 +43,7 @@ class Handshake:
         return self.client.finish(msgspec.msgpack.encode(welcome))
 
 
-def test_both_ends_learn_the_identity_of_the_peer() -> None:
+def test_both_ends_receive_the_identity_of_the_peer() -> None:
     both = Handshake()
     met = both.finish(both.answer(both.start_proof()))
     assert (met.role, met.rank, met.protocol) == ("server", 1, 2)
@@ -83,7 +83,7 @@ def test_no_field_of_the_server_can_be_altered() -> None:
             both.finish(alter(welcome))
 
 
-def test_a_client_takes_nonces_of_one_length_only() -> None:
+def test_a_client_accepts_only_nonces_of_32_bytes() -> None:
     """A longer nonce could contain the head of another Hello after the real server's nonce."""
     for length in (0, 31, 33, 96):
         meta = msgspec.msgpack.encode(Challenge(bytes(length)))
@@ -95,22 +95,22 @@ def test_field_boundaries_are_authenticated() -> None:
     assert join_fields(b"ab", b"c") != join_fields(b"a", b"bc") != join_fields(b"abc")
 
 
-def test_known_answers() -> None:
-    """The bytes on the wire between two releases with the protocol paceline/2."""
+def test_the_proof_of_the_protocol_version_is_unchanged() -> None:
+    """The protocol paceline/2 fixes these bytes, so that different releases can connect."""
     proof = prove(TOKEN, "client", b"c" * 32, b"s" * 32, b"hello", b"view")
     assert proof.hex() == "b05da9145fed06b50f9e1f7d81160216917532f410b91741cc440d59316cfce9"
 
 
 @pytest.mark.parametrize(
-    ("asking", "listener", "reason"),
+    ("client", "listener", "reason"),
     [
         (WORKER, "another listener", "the previous one has ended"),
         (Hello(role="worker", to="scheduler"), "", "a server listens there, but a scheduler was expected"),
         (Hello(role="worker", cluster="two"), "", "belongs to another cluster"),
     ],
 )
-def test_a_connection_for_another_peer_is_rejected_by_both_ends(asking: Hello, listener: str, reason: str) -> None:
-    both = Handshake(asking=asking, listener=listener)
+def test_a_connection_for_another_peer_is_rejected_by_both_ends(client: Hello, listener: str, reason: str) -> None:
+    both = Handshake(client=client, listener=listener)
     welcome = both.answer(both.start_proof())
     with pytest.raises(AddressError, match=reason):
         both.server.identify()
@@ -119,12 +119,12 @@ def test_a_connection_for_another_peer_is_rejected_by_both_ends(asking: Hello, l
 
 
 def test_the_expected_peer_is_accepted() -> None:
-    for asking, answering in (
+    for client, server in (
         (Hello(role="worker", to="server", cluster="one"), SERVER),
-        (WORKER, SERVER),  # does not know the cluster yet
+        (WORKER, SERVER),  # the client does not know the cluster yet
         (Hello(role="worker", cluster="one"), Hello(role="server")),
     ):
-        both = Handshake(asking=asking, answering=answering, listener="the listener")
+        both = Handshake(client=client, server=server, listener="the listener")
         both.finish(both.answer(both.start_proof()))
         both.server.identify()
 
@@ -133,11 +133,11 @@ def test_the_expected_peer_is_accepted() -> None:
 def test_versions_are_named(protocol: int) -> None:
     named = rf"version {protocol} \(paceline 9\.9\), but this process has version 2 \(paceline 0"
     stranger = Hello(role="worker", protocol=protocol, paceline="9.9")
-    both = Handshake(asking=stranger)
+    both = Handshake(client=stranger)
     both.answer(both.start_proof())
     with pytest.raises(VersionError, match=named):
         both.server.identify()
-    both = Handshake(answering=stranger)
+    both = Handshake(server=stranger)
     with pytest.raises(VersionError, match=named):
         both.finish(both.answer(both.start_proof()))
 
@@ -167,7 +167,7 @@ def test_a_garbage_handshake_is_rejected() -> None:
         decode(b"\xc1", Proof)
 
 
-def test_tokens(tmp_path: Path) -> None:
+def test_tokens_are_created_and_read(tmp_path: Path) -> None:
     token = make_token()
     assert len(token) == 43
     assert token != make_token()
@@ -180,7 +180,7 @@ def test_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", ["", "guess", "fifteen letters"])
-def test_a_guessable_token_is_refused(tmp_path: Path, token: str) -> None:
+def test_a_short_token_is_rejected(tmp_path: Path, token: str) -> None:
     message = f"has {len(token)} characters, but at least 16 are needed against guessing. Create one: python"
     file = tmp_path / "token"
     file.touch(0o600)
@@ -192,7 +192,7 @@ def test_a_guessable_token_is_refused(tmp_path: Path, token: str) -> None:
             use(token)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="modes are of POSIX")
+@pytest.mark.skipif(os.name != "posix", reason="file modes exist only on POSIX systems")
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o602])
 def test_a_token_readable_by_other_users_is_refused(tmp_path: Path, mode: int) -> None:
     file = tmp_path / "the token"

@@ -1,4 +1,4 @@
-"""Pauses between tries."""
+"""Pauses between attempts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def test_no_pause_exceeds_the_remaining_time() -> None:
     assert backoff.next_s() == 4.0
 
 
-def test_pauses_are_spread() -> None:
+def test_pauses_are_random_within_the_spread() -> None:
     pauses = [Backoff(1.0, 1.0, spread=0.5).next_s() for _ in range(100)]
     assert all(0.5 <= pause <= 1.0 for pause in pauses)
     assert max(pauses) - min(pauses) > 0.1
 
 
-def test_the_random_numbers_of_the_program_are_unchanged() -> None:
+def test_the_random_state_of_the_program_is_unchanged() -> None:
     before = random.getstate()
     Backoff(1.0, 1.0, spread=0.5).next_s()
     assert random.getstate() == before

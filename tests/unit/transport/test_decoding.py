@@ -1,4 +1,4 @@
-"""Decode types for the first time, in several threads concurrently."""
+"""Several threads may decode a type concurrently for the first time."""
 
 from __future__ import annotations
 

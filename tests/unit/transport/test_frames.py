@@ -14,7 +14,7 @@ u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 
 
 @given(st.tuples(st.integers(0, 255), u16, u16, u32, u32, u32, u64, u32, u64))
-def test_a_header_comes_back(fields: tuple[int, ...]) -> None:
+def test_an_unpacked_header_equals_the_packed_header(fields: tuple[int, ...]) -> None:
     kind, flags, table, request, epoch, clock, sequence, meta_bytes, body_bytes = fields
     packed = pack_header(
         kind,
@@ -63,13 +63,13 @@ def test_parts_are_padded(meta: bytes, body: list[bytes]) -> None:
     assert not frame[at + header.body_bytes :].strip(b"\0")
 
 
-def test_arrays_count_in_bytes() -> None:
+def test_sizes_of_arrays_are_counted_in_bytes() -> None:
     header = unpack_header(join(frame_parts(20, body=np.zeros((3, 5), np.float32))))
     assert header.body_bytes == 60
     assert unpack_header(join(frame_parts(20, body=np.zeros((0, 5))))).body_bytes == 0
 
 
-def test_errors_travel() -> None:
+def test_received_errors_are_raised() -> None:
     with pytest.raises(StaleEpochError, match=r"^epoch 3$"):
         raise error_of(error_meta(StaleEpochError("epoch 3")))
     with pytest.raises(PeerError, match="KeyError: 'x'") as caught:
@@ -80,12 +80,12 @@ def test_errors_travel() -> None:
 
 
 @pytest.mark.parametrize("name", ["annotations", "OSError", "__doc__", "NoSuchError"])
-def test_only_our_own_errors_are_raised_by_name(name: str) -> None:
+def test_only_errors_of_paceline_are_raised_by_name(name: str) -> None:
     import msgspec
 
     with pytest.raises(PeerError, match=name):
         raise error_of(msgspec.msgpack.encode({"error": name, "message": "text"}))
 
 
-def test_the_transports_own_kinds() -> None:
+def test_kinds_of_frames_of_the_transport_are_below_16() -> None:
     assert {kind.value for kind in FrameKind} <= set(range(16))

@@ -22,7 +22,7 @@ def test_direct_transport_needs_no_thread_and_no_loop() -> None:
     channel = transport.connect("memory://here", WORKER)
     assert [peer.hello.rank for peer in handler.peers] == [2]
     channel.send(*frame_parts(SILENT))
-    assert handler.num_frames == 1  # when send returns
+    assert handler.num_frames == 1  # the frame has arrived when send returns
     assert not channel.poll(0)
     channel.send(*frame_parts(ECHO, body=b"x" * 1_000_000))
     assert channel.poll(0)
@@ -44,10 +44,10 @@ class Chain(Handler):
     def __init__(self) -> None:
         self.onward: Peer | None = None
         self.queried: Peer | None = None
-        self.story: list[str] = []
+        self.events: list[str] = []
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        self.story.append(f"{header.kind} begins")
+        self.events.append(f"{header.kind} begins")
         if peer is self.onward:
             assert self.queried is not None
             self.queried.send(*frame_parts(33, body=bytes(body)))
@@ -55,10 +55,10 @@ class Chain(Handler):
             assert self.onward is not None
             self.queried = peer
             self.onward.send(*frame_parts(ECHO, body=bytes(body)))
-        self.story.append(f"{header.kind} ends")
+        self.events.append(f"{header.kind} ends")
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        self.story.append(f"{peer.hello.role} is gone: {reason}")
+        self.events.append(f"{peer.hello.role} disconnected: {reason}")
 
 
 def test_open_direct_peers_need_no_loop() -> None:
@@ -71,7 +71,7 @@ def test_open_direct_peers_need_no_loop() -> None:
     assert [peer.hello.rank for peer in echo.peers] == [5]
     channel = transport.connect("memory://first", WORKER)
     channel.send(*frame_parts(ECHO, body=b"x" * 500_000))
-    assert chain.story == ["16 begins", "16 ends", "32 begins", "32 ends"]  # no frame within another frame
+    assert chain.events == ["16 begins", "16 ends", "32 begins", "32 ends"]  # no frame within another frame
     assert channel.poll(0)
     assert channel.receive_frame(1).header.body_bytes == 500_000
     for target, token, kind in (
@@ -81,10 +81,10 @@ def test_open_direct_peers_need_no_loop() -> None:
         with pytest.raises(kind):
             asyncio.run(transport.with_token(token).open(Chain(), target, WORKER))
     asyncio.run(listener.close())
-    assert chain.story[4:] == ["second is gone: None"]
+    assert chain.events[4:] == ["second disconnected: None"]
 
 
-def test_direct_peers_have_faults_too() -> None:
+def test_faults_are_injected_into_direct_peers() -> None:
     plan = FaultPlan([Fault(action="delay", rank=2, step=0, delay_s=0.01), Fault(action="cut", rank=2, step=1)])
     transport = FaultyTransport(MemoryTransport(TOKEN, direct=True), plan)
     echo, chain = EchoHandler(), Chain()
@@ -94,6 +94,6 @@ def test_direct_peers_have_faults_too() -> None:
     assert echo.num_frames == 1
     peer.send(*frame_parts(SILENT))
     assert echo.num_frames == 1
-    assert len(chain.story) == 1
-    assert "was cut" in chain.story[0]
+    assert len(chain.events) == 1
+    assert "was cut" in chain.events[0]
     plan.check_all_fired()

@@ -70,14 +70,14 @@ def test_frames_are_found_however_the_bytes_arrive(
     assert (receiver.frames_received, receiver.bytes_received) == (len(frames), len(stream))
 
 
-def test_byte_by_byte() -> None:
+def test_frames_are_received_byte_by_byte() -> None:
     receiver = Collector()
     for byte in join(frame_parts(20, request=1, meta=b"m", body=b"body")) * 3:
         receiver.feed(bytes([byte]))
     assert receiver.got == [(1, b"m", b"body")] * 3
 
 
-def test_the_pool_reuses_and_lets_go() -> None:
+def test_the_pool_reuses_buffers_and_frees_large_buffers() -> None:
     pool = BufferPool()
     first = pool.take(300_000)
     assert len(first) == 1 << 19
@@ -89,7 +89,7 @@ def test_the_pool_reuses_and_lets_go() -> None:
 
 
 def test_an_idle_connection_holds_no_buffer() -> None:
-    """Of many connections of a loop, only the connections within a frame have a buffer each."""
+    """Idle connections share one buffer. A connection has its own buffer only while it receives a frame."""
     pool = BufferPool()
     connections = [Collector(pool=pool) for _ in range(100)]
     small, large = join(frame_parts(20, body=bytes(1000))), join(frame_parts(20, body=bytes(2 * BUFFER_BYTES)))

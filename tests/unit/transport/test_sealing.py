@@ -16,8 +16,8 @@ def test_a_tag_is_the_hmac_of_the_frame_and_the_number() -> None:
         assert seal.tag(parts) == hmac.digest(KEY, text, "sha256")[:16]
 
 
-def test_known_answers() -> None:
-    """RFC 5869's HKDF, so that two releases that speak paceline/2 understand each other."""
+def test_the_tag_of_the_protocol_version_is_unchanged() -> None:
+    """Keys are derived by HKDF (RFC 5869). The protocol paceline/2 fixes these bytes."""
     seals = derive_seals("the token", b"n" * 64, b"transcript", connecting=True)
     prk = hmac.digest(b"n" * 64, b"the token", "sha256")
     first = hmac.digest(prk, b"transcript\x01", "sha256")
@@ -29,7 +29,7 @@ def test_known_answers() -> None:
 
 
 @pytest.mark.parametrize("fault", ["altered", "replayed", "reordered", "dropped", "of another connection"])
-def test_whatever_happens_to_a_frame_is_noticed(fault: str) -> None:
+def test_every_fault_of_a_frame_is_detected(fault: str) -> None:
     sending, receiving = Seal(KEY), Seal(KEY)
     frames = [(frame, sending.tag((frame,))) for frame in (b"first", b"second", b"third")]
     order = {"replayed": [0, 0], "reordered": [1], "dropped": [0, 2]}.get(fault, [0])
@@ -45,7 +45,7 @@ def test_whatever_happens_to_a_frame_is_noticed(fault: str) -> None:
     assert fitted == [True] * (len(order) - 1) + [False]
 
 
-def test_a_tag_fits_completely_or_not_at_all() -> None:
+def test_a_tag_with_one_wrong_bit_is_rejected() -> None:
     right = Seal(KEY).tag((b"frame",))
     number = int.from_bytes(right, "little")
     altered = [(number ^ 1 << bit).to_bytes(TAG_BYTES, "little") for bit in range(8 * TAG_BYTES)]

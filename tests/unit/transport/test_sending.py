@@ -15,7 +15,7 @@ from paceline.transport.sending import TransportPeer
 def test_a_large_frame_is_dropped_when_the_connection_is_lost_during_a_write() -> None:
     transport = Mock(spec=asyncio.Transport)
     writes: list[Any] = []
-    transport.is_closing.side_effect = lambda: bool(writes)  # as asyncio's transports after a failed write
+    transport.is_closing.side_effect = lambda: bool(writes)  # asyncio's transports close after a failed write
     transport.write.side_effect = writes.append
     peer = TransportPeer(transport, cast(FrameReceiver, Mock()), cast(Hello, None), "peer", Limits())
     peer.send(bytes(50_000_000))

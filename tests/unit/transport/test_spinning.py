@@ -9,7 +9,7 @@ from paceline.transport import new_event_loop, spinning
 from paceline.transport.spinning import Spinner
 
 
-def test_looking_stops_where_it_does_not_pay_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spinning_stops_if_it_finds_nothing_and_is_retried_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spinning, "num_cores", lambda: 2)
     monkeypatch.setattr(spinning, "SPIN_S", 0.0)
     num_polls = 0
@@ -29,7 +29,7 @@ def test_looking_stops_where_it_does_not_pay_and_is_tried_again(monkeypatch: pyt
     assert 8 <= sum(looked) <= 14
     while not spinner.poll(lambda timeout_ms: [1]):
         pass
-    assert spinner.poll(lambda timeout_ms: [2]) == [2]  # spinning pays again, immediately
+    assert spinner.poll(lambda timeout_ms: [2]) == [2]  # after one success, the next call spins too
 
 
 def test_spinning_grows_after_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,11 +55,11 @@ def test_spinning_grows_after_short_waits(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
     spinner = Spinner()
     assert not took_sleep(30e-6)
-    assert took_sleep(100e-6)  # twice as long as it looks at first
+    assert took_sleep(100e-6)  # longer than the first spinning time
     assert not took_sleep(100e-6)
     assert not took_sleep(150e-6)
-    assert took_sleep(1e-3)  # longer spinning would not have helped
-    assert took_sleep(30e-6)  # so spinning is skipped here
+    assert took_sleep(1e-3)  # much longer than the longest spinning time
+    assert took_sleep(30e-6)  # so the next wait does not spin
     assert took_sleep(100e-6)
     assert not took_sleep(100e-6)
     assert asleep == [5.0] * 4
@@ -70,7 +70,7 @@ def test_on_one_core_no_thread_spins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Spinner().poll(lambda timeout_ms: [1]) == []
 
 
-def test_the_loop_is_a_loop() -> None:
+def test_the_event_loop_runs_callbacks_and_sockets() -> None:
     left, right = socket.socketpair()
     with left, right:
         left.setblocking(False)

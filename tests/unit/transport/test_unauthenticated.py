@@ -1,4 +1,4 @@
-"""The connection that is closed if there are too many unauthenticated connections."""
+"""The choice of the connection to close if there are too many unauthenticated connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_below_the_limit_no_connection_is_closed() -> None:
     assert len(strangers) == 3
 
 
-def test_the_oldest_of_the_source_with_the_most_goes() -> None:
+def test_the_oldest_connection_of_the_most_frequent_source_is_closed() -> None:
     strangers: UnauthenticatedConnections[int] = UnauthenticatedConnections(4)
     for number, source in enumerate(("honest", "crowd", "crowd", "crowd")):
         assert strangers.add(number, source) is None

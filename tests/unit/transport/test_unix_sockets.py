@@ -1,4 +1,4 @@
-"""Unix sockets: their location, and their owner."""
+"""Unix sockets: their address, and the user at the other end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.transport.client import open_socket
 from paceline.transport.unix_sockets import bind_unix, is_other_user, remove_unix
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="abstract names are Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has abstract socket names")
 def test_a_unix_socket_has_no_file() -> None:
     listening, address = bind_unix()
     with listening, open_socket(address, 5.0):
@@ -62,7 +62,7 @@ def test_the_kernel_identifies_the_peer(monkeypatch: pytest.MonkeyPatch) -> None
             end.close()
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as tcp:
         assert not is_other_user(tcp)
-    assert is_other_user(ends[0])  # it has ended
+    assert is_other_user(ends[0])  # the socket is closed
 
 
 _CONNECT_AS_ANOTHER = """
@@ -74,8 +74,8 @@ connected.recv(1)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root can be somebody else")
-def test_a_real_other_user() -> None:
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root can run a process as another user")
+def test_a_process_of_another_user_is_recognized() -> None:
     listening, address = bind_unix()
     listening.settimeout(20)
     command = [sys.executable, "-c", _CONNECT_AS_ANOTHER, address.path[1:]]

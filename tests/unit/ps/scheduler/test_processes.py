@@ -91,7 +91,7 @@ def test_the_kernel_identifies_the_process() -> None:
 def test_an_unreaped_process_has_ended(child: subprocess.Popen[bytes]) -> None:
     assert started(child.pid) is not None
     child.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # the process stays a zombie
     assert started(child.pid) is None
 
 
@@ -108,7 +108,7 @@ def test_an_ended_process_is_reported_after_a_broken_connection(child: subproces
     run(scenario)
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there are no process descriptors")
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no os.pidfd_open")
 def test_an_ended_process_is_reported_without_a_broken_connection(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
         watched.watch.watch(member(3, process_of(child)), connected=True)
@@ -140,7 +140,7 @@ def test_an_unwatched_process_is_not_reported(child: subprocess.Popen[bytes]) ->
     run(scenario)
 
 
-def test_an_incarnation_assigned_again_stands_for_the_new_process(
+def test_a_reused_incarnation_refers_to_the_new_process(
     child: subprocess.Popen[bytes], other_child: subprocess.Popen[bytes]
 ) -> None:
     """The next cluster assigns the same incarnations to other processes."""
@@ -172,8 +172,8 @@ def endpoint(port: int) -> Endpoint:
     return Endpoint(Address.parse(f"tcp://127.0.0.1:{port}"))
 
 
-def test_a_missing_listener_on_the_same_host_is_an_end() -> None:
-    """The process claims another host, for example a container on this host."""
+def test_a_missing_listener_on_the_same_host_means_an_ended_process() -> None:
+    """The process reports another host, for example because it runs in a container on this host."""
 
     async def scenario(watched: Watched) -> None:
         server = socket.create_server(("127.0.0.1", 0))
@@ -188,7 +188,7 @@ def test_a_missing_listener_on_the_same_host_is_an_end() -> None:
     run(scenario)
 
 
-def test_no_listener_on_another_host_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_listener_on_another_host_means_a_doubted_process(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(watched: Watched) -> None:
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]

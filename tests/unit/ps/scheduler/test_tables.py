@@ -19,13 +19,13 @@ def spec(name: str, *, lr: float = 0.1, dim: int = 1) -> TableSpec:
     return TableSpec(name=name, kind="sparse", dim=dim, update=to_fields(SGD(lr=lr)), initializer=to_fields(Zeros()))
 
 
-def test_a_table_keeps_the_number() -> None:
+def test_a_table_keeps_its_number() -> None:
     tables = Tables()
     assert [tables.declare(spec(name)).number for name in ("a", "b", "a")] == [1, 2, 1]
     assert tables.specs == [spec("a"), spec("b")]
 
 
-def test_other_settings_are_refused_and_change_nothing() -> None:
+def test_other_settings_are_rejected_and_change_nothing() -> None:
     tables = Tables()
     tables.declare(spec("a"))
     with pytest.raises(TableMismatchError, match="use the same settings in every process"):
@@ -45,7 +45,7 @@ def test_after_a_change_of_hyperparameters_both_declarations_are_valid() -> None
 
 
 @pytest.mark.parametrize(("name", "rule"), [("a", Adam(lr=0.1)), ("b", SGD(lr=0.5))])
-def test_another_rule_and_an_undeclared_table_are_rejected(name: str, rule: Any) -> None:
+def test_changes_to_another_rule_or_of_an_undeclared_table_are_rejected(name: str, rule: Any) -> None:
     tables = Tables()
     tables.declare(spec("a"))
     with pytest.raises(UsageError):
@@ -67,7 +67,7 @@ def test_tables_of_members_are_adopted_and_numbers_continue() -> None:
 
 
 @pytest.mark.parametrize("second", [known(1, spec("b")), known(2, spec("a", dim=2))])
-def test_of_two_tables_of_one_number_or_name_the_first_counts(second: KnownTable) -> None:
+def test_the_first_of_two_tables_with_one_number_or_name_is_kept(second: KnownTable) -> None:
     tables = Tables()
     tables.restore([known(1, spec("a")), second])
     assert tables.specs == [spec("a")]
