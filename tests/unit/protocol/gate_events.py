@@ -1,4 +1,4 @@
-"""Calls of a gate as events, for tests."""
+"""Events that stand for the calls of a gate, for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.protocol.clocks import Gate, Instruction
 
 
 class Join(NamedTuple):
-    """A worker joins, or its clock is raised."""
+    """A worker joins, or raises its clock."""
 
     worker: int
     clock: int = 0
@@ -49,7 +49,7 @@ class BeginIteration(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A worker counts, and begins this iteration next."""
+    """A worker takes part, and begins this iteration next."""
 
     worker: int
     clock: int

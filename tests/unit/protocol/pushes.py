@@ -1,4 +1,4 @@
-"""Pushes as events, for tests of replication."""
+"""Events that stand for pushes, for tests of replication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.protocol.replication.events import Event
 
 
 class Pushed(NamedTuple):
-    """A client's push, or the server's own sum, of the present version."""
+    """A client's push, or this server's sum, in the current version."""
 
     token: object
     incarnation: int

@@ -16,7 +16,7 @@ _speeds = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=12)
 
 
 @given(count=st.integers(0, 500), speeds=_speeds)
-def test_the_shares_are_a_division_with_one_sample_or_more(count: int, speeds: list[float]) -> None:
+def test_every_rank_has_at_least_one_sample_and_the_shares_add_up(count: int, speeds: list[float]) -> None:
     shares = divide(count, speeds)
     assert sum(shares) == count
     assert len(shares) == len(speeds)
@@ -25,7 +25,7 @@ def test_the_shares_are_a_division_with_one_sample_or_more(count: int, speeds: l
 
 
 @given(count=st.integers(1, 14), speeds=st.lists(st.floats(0.1, 10.0), min_size=2, max_size=3))
-def test_no_other_division_ends_earlier(count: int, speeds: list[float]) -> None:
+def test_no_other_shares_end_earlier(count: int, speeds: list[float]) -> None:
     def end(shares: Sequence[int]) -> float:
         return max(share / speed for share, speed in zip(shares, speeds, strict=True))
 
@@ -36,21 +36,21 @@ def test_no_other_division_ends_earlier(count: int, speeds: list[float]) -> None
 
 
 @given(count=st.integers(0, 500), size=st.integers(1, 12), speed=st.floats(1e-3, 1e6))
-def test_equal_speeds_have_equal_shares(count: int, size: int, speed: float) -> None:
+def test_ranks_of_equal_speed_have_equal_shares(count: int, size: int, speed: float) -> None:
     expected = tuple(count // size + (rank < count % size) for rank in range(size))
     assert divide(count, [speed] * size) == expected
     assert divide_step(count, size) == expected
 
 
 @given(count=st.integers(1, 500), speeds=_speeds)
-def test_shares_divide_their_step_again(count: int, speeds: list[float]) -> None:
+def test_shares_can_be_computed_from_earlier_shares(count: int, speeds: list[float]) -> None:
     shares = divide(count, speeds)
     if min(shares):
         assert divide_step(count, len(shares), shares) == shares
 
 
 class Steps:
-    """Ranks that compute with the shares of a balance; `times_of` are the step times with given shares."""
+    """Ranks that compute with the shares of a balance. `times_of` returns the step times for given shares."""
 
     def __init__(self, count: int, size: int, times_of: Callable[[Sequence[int]], list[float]]) -> None:
         self.balance, self.times = Balance(count), StepTimes(10.0, 1)
@@ -71,7 +71,7 @@ def test_a_slow_rank_gets_fewer_samples_after_ten_steps() -> None:
     assert steps.balance.shares is None
 
 
-def test_a_fixed_time_per_step_is_respected() -> None:
+def test_a_fixed_time_per_step_is_taken_into_account() -> None:
     """Step times become equal although a part of them does not depend on the shares."""
     steps = Steps(1000, 2, lambda shares: [1.0 + shares[0] * 0.01, 1.0 + shares[1] * 0.03])
     assert steps.balance.shares is not None
@@ -85,8 +85,8 @@ def test_ranks_of_almost_equal_speed_keep_equal_shares(size: int) -> None:
     assert steps.balance.shares is None
 
 
-def test_shares_change_less_and_less_often() -> None:
-    """A rank whose speed alternates, as seen at each change."""
+def test_shares_change_less_often_over_time() -> None:
+    """The speed of a rank changes after every change of the shares."""
     slow = itertools.cycle((0, 1))
     state = {"shares": (0, 0), "slow": 0}
 

@@ -1,4 +1,4 @@
-"""Sets of buckets as masks, and their form on the wire."""
+"""Sets of buckets as bit masks, and their encoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sets_of_buckets = st.sets(st.integers(0, NUM_BUCKETS - 1))
 
 @settings(deadline=None)
 @given(sets_of_buckets, sets_of_buckets)
-def test_a_mask_is_the_set(one: set[int], other: set[int]) -> None:
+def test_a_mask_has_one_bit_per_bucket(one: set[int], other: set[int]) -> None:
     mask = bucket_set(one)
     assert list(buckets_in(mask)) == sorted(one)
     assert mask.bit_count() == len(one)
@@ -29,7 +29,7 @@ def test_all_buckets() -> None:
     assert list(buckets_in(0)) == []
 
 
-def test_the_wire_has_bucket_0_in_the_lowest_bit_of_the_first_byte() -> None:
+def test_bucket_0_is_the_lowest_bit_of_the_first_byte() -> None:
     assert buckets.to_bytes(bucket_set([0, 9])) == b"\x01\x02" + bytes(62)
     assert buckets.from_bytes(memoryview(b"\x01\x02" + bytes(62))) == bucket_set([0, 9])
 

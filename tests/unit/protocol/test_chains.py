@@ -1,4 +1,4 @@
-"""The planner of chains: by example, and under joins, deaths, leaves and fills in any order."""
+"""The planner of chains: examples, and joins, deaths, leaves and fills in any order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.protocol.placement import place
 
 
 def started(num_servers: int, num_buckets: int = 8, replicas: int = 0) -> tuple[Planner, dict[int, int]]:
-    """A planner of servers with incarnations 100, 101, … and ranks 0, 1, …"""
+    """Return a planner and its servers, with incarnations 100, 101, … and ranks 0, 1, …"""
     servers = {100 + rank: rank for rank in range(num_servers)}
     planner = Planner(num_buckets, replicas)
     planner.start(servers)
@@ -33,7 +33,7 @@ def started(num_servers: int, num_buckets: int = 8, replicas: int = 0) -> tuple[
 
 
 def fill(planner: Planner, servers: dict[int, int], server: int, buckets: int, *absent: Collection[int]) -> None:
-    """Commit the chains, with these buckets of a server's fills. `absent` are the leaving and the silent servers."""
+    """Commit the chains, and report buckets of a server as filled. `absent`: the leaving and the silent servers."""
     planner.restore(planner.groups, [(server, buckets)])
     planner.servers_changed(servers, *absent)
 
@@ -49,7 +49,7 @@ def fill_all(planner: Planner, servers: dict[int, int], *absent: Collection[int]
             assert group.filling is not None
             num_filled += group.buckets.bit_count()
             fill(planner, servers, group.filling, group.buckets, *absent)
-    raise AssertionError(f"fills go on after {limit} rounds: {planner.groups}")
+    raise AssertionError(f"fills do not end within {limit} rounds: {planner.groups}")
 
 
 def is_stable(planner: Planner) -> bool:
@@ -57,7 +57,7 @@ def is_stable(planner: Planner) -> bool:
 
 
 def held(planner: Planner, server: int) -> int:
-    """The buckets of whose chain a server is a part, as a member or being filled."""
+    """Return the buckets whose chain contains a server, as a member or as the server that is being filled."""
     return sum(group.buckets for group in planner.groups if server == group.filling or server in group.members)
 
 
@@ -111,7 +111,7 @@ def test_a_newcomer_is_filled_and_then_takes_over() -> None:
     half = moving & 0b1111
     fill(planner, servers, 102, half)
     assert {planner.chains[bucket] for bucket in buckets_in(half)} == {Chain((102,))}
-    version = planner.version  # reported twice
+    version = planner.version  # a repeated report has no effect
     fill(planner, servers, 102, half)
     assert planner.version == version
     fill(planner, servers, 102, moving)
@@ -126,7 +126,7 @@ def test_a_join_fills_only_one_share() -> None:
     assert is_stable(planner)
 
 
-def test_the_next_in_the_chain_is_primary_at_once_when_a_server_dies() -> None:
+def test_the_successor_is_primary_immediately_after_a_death() -> None:
     planner, servers = started(3, replicas=1)
     before = planner.chains
     del servers[100]
@@ -140,7 +140,7 @@ def test_the_next_in_the_chain_is_primary_at_once_when_a_server_dies() -> None:
     assert planner.chains == placed(servers, 8, 1)
 
 
-def test_a_bucket_without_a_member_is_lost_for_good() -> None:
+def test_a_bucket_without_a_member_stays_lost() -> None:
     planner, servers = started(2)
     own_buckets = held(planner, 101)
     planner.servers_changed({100: 0})
@@ -149,7 +149,7 @@ def test_a_bucket_without_a_member_is_lost_for_good() -> None:
     assert lost_buckets(planner.groups) == own_buckets
     assert {planner.chains[bucket] for bucket in buckets_in(own_buckets)} == {Chain(())}
     assert is_stable(planner)
-    version = planner.version  # reported once; lost buckets cannot be filled
+    version = planner.version  # lost buckets cannot be filled
     planner.servers_changed(servers)
     assert planner.version == version
     assert held(planner, 101) == 0
@@ -158,7 +158,7 @@ def test_a_bucket_without_a_member_is_lost_for_good() -> None:
     assert planner.version == version
 
 
-def test_a_filling_server_leaves_with_the_last_member_or_at_death() -> None:
+def test_a_filling_server_leaves_the_chain_when_the_last_member_or_itself_dies() -> None:
     planner, servers = started(1)
     planner.servers_changed({**servers, 101: 1})
     moving = held(planner, 101)
@@ -175,12 +175,12 @@ def test_a_filling_server_leaves_with_the_last_member_or_at_death() -> None:
     assert held(planner, 102) == 0
 
 
-def test_a_fill_stops_when_it_is_not_wanted() -> None:
+def test_a_fill_stops_if_placement_no_longer_needs_it() -> None:
     planner, servers = started(1, 64, replicas=2)
     servers[101] = 1
     planner.servers_changed(servers)
     servers[102] = 2
-    version = planner.version  # in some chains the second new server ranks first: it waits
+    version = planner.version  # server 102 waits until the current fills are complete
     planner.servers_changed(servers)
     assert planner.version == version
     assert held(planner, 101) == (1 << 64) - 1
@@ -193,7 +193,7 @@ def test_a_fill_stops_when_it_is_not_wanted() -> None:
     planner.servers_changed(servers)
     for bucket, wanted in enumerate(placed(servers, 64, 0)):
         assert planner.chains[bucket] == (wanted if 100 in wanted.members else Chain((100,), *wanted.members))
-    assert held(planner, 101) & began == held(planner, 101) != began  # some buckets went to the other new server
+    assert held(planner, 101) & began == held(planner, 101) != began  # server 102 gets some buckets instead
 
 
 def test_a_leaving_server_stays_until_it_is_replaced() -> None:
@@ -210,7 +210,7 @@ def test_a_leaving_server_stays_until_it_is_replaced() -> None:
     assert planner.version == version
 
 
-def test_nothing_moves_when_everybody_leaves() -> None:
+def test_no_bucket_moves_if_all_servers_leave() -> None:
     planner, servers = started(2)
     before = planner.chains
     version = planner.version
@@ -218,7 +218,7 @@ def test_nothing_moves_when_everybody_leaves() -> None:
     assert planner.version == version
     assert planner.chains == before
     assert is_stable(planner)
-    # But dead servers leave the chains, including dead servers that were being filled.
+    # Dead servers leave the chains, also dead servers that were being filled.
     servers[102] = 2
     planner.servers_changed(servers)
     assert held(planner, 102)
@@ -246,7 +246,7 @@ def test_a_silent_server_leaves_the_chains_with_another_member() -> None:
         assert new.members == tuple(server for server in old.members if server != 100)
         assert new.filling == (None if len(new.members) == 2 else ({101, 102} - {*new.members}).pop())
     fill_all(planner, servers, (), [100])
-    assert planner.chains == placed({101: 1, 102: 2}, 8, 1)  # without it, as if it were dead
+    assert planner.chains == placed({101: 1, 102: 2}, 8, 1)  # the chains are the same as after the server's death
 
 
 def test_a_silent_server_stays_in_chains_of_silent_servers() -> None:
@@ -257,15 +257,15 @@ def test_a_silent_server_stays_in_chains_of_silent_servers() -> None:
     assert planner.version == 2
     assert planner.member_of(100) == own_buckets
     assert lost_buckets(planner.groups) == 0
-    for bucket in buckets_in(own_buckets):  # the next server of the bucket waits for it
+    for bucket in buckets_in(own_buckets):  # a server that is to be filled waits for the silent server
         assert planner.chains[bucket].members == (100,)
         assert planner.chains[bucket].filling in (101, 102)
-    planner.servers_changed(servers)  # it returns
+    planner.servers_changed(servers)  # the silent server returns
     assert planner.version == 3
     assert planner.chains == placed(servers, 32, 0)
 
 
-def test_all_members_stay_where_all_are_silent() -> None:
+def test_members_stay_if_all_are_silent() -> None:
     planner, servers = started(2, replicas=1)
     before = planner.chains
     version = planner.version
@@ -275,7 +275,7 @@ def test_all_members_stay_where_all_are_silent() -> None:
     servers[102] = 2
     planner.servers_changed(servers, silent=[100, 101])
     assert [chain.members for chain in planner.chains] == [chain.members for chain in before]
-    # One server is certainly dead; the other one is the last copy.
+    # One server has died; the other server has the last copy.
     del servers[100]
     planner.servers_changed(servers, silent=[101])
     assert {chain.members for chain in planner.chains} == {(101,)}
@@ -315,14 +315,14 @@ def test_a_formerly_silent_server_is_filled_again() -> None:
     assert planner.chains == before
 
 
-def test_restoring_chains_undoes_plans_but_not_the_version() -> None:
+def test_restoring_chains_undoes_a_plan_but_not_its_version() -> None:
     planner, servers = started(2, replicas=1)
     before, groups = planner.chains, planner.groups
     planner.servers_changed({100: 0})
     assert planner.chains != before
     planner.restore(groups)
     assert planner.chains == before
-    assert planner.version == 2  # a process may have it
+    assert planner.version == 2  # a process may have received the version
     version = planner.version
     planner.servers_changed(servers)
     assert planner.version == version
@@ -342,7 +342,7 @@ def test_members_have_a_bucket() -> None:
     assert planner.member_of(100) == 0xFF & ~moving
 
 
-def test_a_restarted_scheduler_continues() -> None:
+def test_a_planner_is_rebuilt_after_a_restart() -> None:
     planner, servers = started(3, replicas=1)
     servers[103] = 3
     planner.servers_changed(servers)
@@ -351,7 +351,7 @@ def test_a_restarted_scheduler_continues() -> None:
     assert again.chains == planner.chains
     fill_all(again, servers)
     assert again.chains == placed(servers, 8, 1)
-    # Deaths in between, also of all servers of a bucket.
+    # Servers died before the restart, also all servers of a bucket.
     lonely = Planner.rebuild(again.groups, again.version, {100: 0}, 1)
     assert lonely.version == again.version + 1
     assert lost_buckets(lonely.groups) == 0xFF & ~held(again, 100)
@@ -362,7 +362,7 @@ def test_a_restarted_scheduler_continues() -> None:
 
 @num_examples(50)
 @given(st.lists(st.sampled_from([Chain(()), Chain((1,)), Chain((1, 2)), Chain((1,), 2)]), max_size=20))
-def test_groups_are_the_chains(chains: list[Chain]) -> None:
+def test_groups_represent_the_chains(chains: list[Chain]) -> None:
     groups = groups_of(chains)
     assert chains_of(groups) == tuple(chains)
     assert len(groups) == len(set(chains))
@@ -397,7 +397,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def follow(self, before: tuple[Chain, ...]) -> None:
         assert (self.planner.version > self.version) == (self.planner.chains != before)
         self.version = self.planner.version
-        # A server that leaves a bucket's chain drops its data; a dead server has none.
+        # A server that leaves a bucket's chain drops the data. A dead server has no data.
         self.full = {(s, b) for s, b in self.full if held(self.planner, s) >> b & 1}
         self.lost = sum(1 << b for b in range(MACHINE_BUCKETS) if not any((s, b) in self.full for s in self.servers))
 
@@ -409,7 +409,7 @@ class PlannerMachine(RuleBasedStateMachine):
         had = {b for s, b in self.full if s in self.servers}
         self.planner.servers_changed(self.servers, self.leaving, self.silent)
         self.follow(before)
-        assert had == {b for _, b in self.full}, "a bucket lost its last copy though that lived"
+        assert had == {b for _, b in self.full}, "a bucket was lost although a server with its data lives"
 
     @rule(rank=st.integers(0, 5))
     def join(self, rank: int) -> None:
@@ -444,7 +444,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.change()
 
     @rule(data=st.data())
-    def plan_and_take_it_back(self, data: st.DataObject) -> None:
+    def plan_and_undo(self, data: st.DataObject) -> None:
         """Undo a plan, except its version."""
         before, groups = self.planner.chains, self.planner.groups
         subset = st.sets(st.sampled_from([*self.servers, 0]))
@@ -457,8 +457,8 @@ class PlannerMachine(RuleBasedStateMachine):
         self.version = self.planner.version
 
     @rule(mask=st.integers(1, (1 << MACHINE_BUCKETS) - 1), server=st.integers(100, 210))
-    def report_of_anybody(self, mask: int, server: int) -> None:
-        """A late or false report: a server that was not being filled does not become a member."""
+    def report_of_another_server(self, mask: int, server: int) -> None:
+        """A late or false report does not make a server a member."""
         if not any(chain.filling == server for chain in self.planner.chains):
             before = self.planner.chains
             self.fill_some(server, mask)
@@ -467,7 +467,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), mask=st.integers(1, (1 << MACHINE_BUCKETS) - 1))
     def fill(self, data: st.DataObject, mask: int) -> None:
-        """A server receives some of its buckets, and reports these and others."""
+        """A server receives some of its buckets, and reports these and other buckets."""
         fills = {chain.filling for chain in self.planner.chains if chain.filling is not None}
         if fills:
             server = data.draw(st.sampled_from(sorted(fills)))

@@ -1,4 +1,4 @@
-"""The gate by example: one test for each rule of ``docs/explanation/protocol.md``."""
+"""Examples of the gate: one test for each rule of ``docs/explanation/protocol.md``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.protocol.clocks import Complete, Gate, Instruction, Unblock, Vecto
 
 
 def feed(gate: Gate, *events: Event) -> list[Instruction | Joined]:
-    """The instructions of the last event."""
+    """Handle events; return the instructions for the last event."""
     instructions: list[Instruction | Joined] = []
     for event in events:
         instructions = handle(gate, event)
@@ -25,7 +25,7 @@ def gate_of(consistency: Consistency, num_workers: int) -> Gate:
     return gate
 
 
-def test_sequential_completes_then_releases() -> None:
+def test_sequential_completes_an_iteration_and_then_unblocks_requests() -> None:
     gate = gate_of(Sequential(), 2)
     assert feed(gate, Tick(0, 1)) == []
     assert feed(gate, BeginIteration(0, 1, "a")) == []
@@ -43,7 +43,7 @@ def test_bounded_delay_allows_tau_iterations() -> None:
     assert feed(gate, Tick(1, 1)) == [Unblock("far")]
 
 
-def test_eventual_never_holds() -> None:
+def test_eventual_never_blocks() -> None:
     gate = Gate(Eventual(), 3)
     assert feed(gate, Join(0), BeginIteration(0, 10**9, "t")) == [Unblock("t")]
     assert gate.lagging(10**9) == ()
@@ -65,14 +65,14 @@ def test_bounded_delay_allows_the_first_iterations_immediately() -> None:
     assert not gate.is_open(3)
 
 
-def test_an_expected_worker_counts_as_one_however_often_it_joins() -> None:
+def test_a_worker_that_joins_repeatedly_is_counted_once() -> None:
     gate = Gate(Sequential(), 2)
     feed(gate, Join(0), Depart(0), Join(0), Tick(0, 1))
     assert gate.num_missing == 1
     assert not gate.is_open(1)
 
 
-def test_a_leaving_worker_stops_counting_immediately() -> None:
+def test_a_leaving_worker_is_not_awaited() -> None:
     gate = gate_of(Sequential(), 3)
     feed(gate, Tick(0, 1), Tick(1, 1), BeginIteration(0, 1, "a"))
     assert feed(gate, Depart(2)) == [Complete(0, (0, 1)), Unblock("a")]
@@ -84,7 +84,7 @@ def test_a_complete_iteration_lists_dead_workers_with_a_tick() -> None:
     assert feed(gate, Tick(2, 1)) == [Complete(0, (0, 2))]
 
 
-def test_the_last_iteration_completes_when_the_other_workers_have_no_work() -> None:
+def test_the_last_iteration_completes_if_the_other_workers_are_finished() -> None:
     gate = gate_of(Sequential(), 2)
     feed(gate, Tick(0, 1), Finish(0))
     assert feed(gate, Finish(1)) == [Complete(0, (0,))]
@@ -97,7 +97,7 @@ def test_a_newcomer_starts_at_the_minimum() -> None:
     assert gate.lagging(6) == (1, 7)
 
 
-def test_joining_again_agrees_on_a_higher_clock_without_ticking() -> None:
+def test_a_repeated_join_can_raise_the_clock_without_a_tick() -> None:
     gate = gate_of(Sequential(), 1)
     assert feed(gate, Join(1)) == [Joined(1, 0)]
     assert feed(gate, Join(1)) == [Joined(1, 0)]
@@ -122,7 +122,7 @@ def test_resume_keeps_a_higher_clock() -> None:
     assert feed(gate, Resume(1)) == [Joined(1, 5)]
 
 
-def test_duplicates_and_strangers_are_ignored() -> None:
+def test_repeated_events_and_unknown_workers_are_ignored() -> None:
     gate = gate_of(Sequential(), 2)
     feed(gate, Tick(0, 1))
     assert feed(gate, Tick(0, 1), Tick(0, 0), Tick(9, 5), Depart(9), Finish(9), Resume(9)) == []
@@ -136,20 +136,20 @@ def test_the_requests_of_a_leaving_worker_are_dropped() -> None:
     assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Unblock("kept")]
 
 
-def test_a_late_tick_of_a_finished_worker_adds_nothing_to_a_closed_iteration() -> None:
+def test_a_late_tick_of_a_finished_worker_does_not_change_a_complete_iteration() -> None:
     gate = gate_of(Sequential(), 2)
     feed(gate, Finish(1), Tick(0, 1))
     assert feed(gate, Tick(1, 1)) == []
     assert feed(gate, Depart(0)) == []
 
 
-def test_with_all_finished_a_late_tick_still_completes_the_iteration() -> None:
+def test_a_late_tick_completes_the_iteration_if_all_workers_are_finished() -> None:
     gate = gate_of(Sequential(), 2)
     feed(gate, Finish(0), Finish(1))
     assert feed(gate, Tick(0, 1)) == [Complete(0, (0,))]
 
 
-def test_a_server_starting_in_mid_run() -> None:
+def test_a_new_server_starts_at_the_first_clock() -> None:
     gate = Gate(Sequential(), 1, first_clock=40)
     assert feed(gate, Join(0)) == [Joined(0, 40)]
     assert feed(gate, Tick(0, 41)) == [Complete(40, (0,))]
@@ -161,7 +161,7 @@ def test_a_new_worker_in_an_empty_gate_starts_at_the_highest_clock() -> None:
     assert feed(gate, Join(5)) == [Joined(5, 3)]
 
 
-def test_illegal_numbers() -> None:
+def test_illegal_numbers_are_rejected() -> None:
     with pytest.raises(UsageError, match="expected_workers=-1"):
         Gate(Eventual(), -1)
 

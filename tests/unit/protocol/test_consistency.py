@@ -51,19 +51,19 @@ def test_policy_equals_the_text(value: StalePolicy, text: str) -> None:
     assert parse_stale_policy(text) == value
 
 
-def test_longer_spellings() -> None:
+def test_longer_notations_are_accepted() -> None:
     assert parse_consistency(" sequential:sum ") == Sequential()
     assert parse_stale_policy("compensate") == DelayCompensate()
 
 
 @given(st.integers(0, 10**12))
-def test_counts_round_trip(count: int) -> None:
+def test_texts_of_counts_can_be_parsed(count: int) -> None:
     assert parse_consistency(str(BoundedDelay(tau=count))) == BoundedDelay(tau=count)
     assert parse_stale_policy(str(DropStale(beyond=count))) == DropStale(beyond=count)
 
 
 @given(st.floats(min_value=0, allow_infinity=False, allow_nan=False))
-def test_strength_round_trips(strength: float) -> None:
+def test_the_text_of_a_strength_can_be_parsed(strength: float) -> None:
     assert parse_stale_policy(str(DelayCompensate(strength=strength))) == DelayCompensate(strength=strength)
 
 
@@ -81,13 +81,13 @@ def test_strength_round_trips(strength: float) -> None:
         "eventual:1",
     ],
 )
-def test_unknown_consistency(text: str) -> None:
+def test_unknown_consistency_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="expected 'sequential'"):
         parse_consistency(text)
 
 
 @pytest.mark.parametrize("text", ["", "accept:1", "drop", "drop:x", "compensate:nan", "compensate:-1", "compensate:x"])
-def test_unknown_policy(text: str) -> None:
+def test_unknown_policy_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="expected 'accept'"):
         parse_stale_policy(text)
 
@@ -104,12 +104,12 @@ def test_unknown_policy(text: str) -> None:
         (DelayCompensate, {"strength": -0.1}),
     ],
 )
-def test_illegal_values(kind: Any, fields: dict[str, Any]) -> None:
+def test_illegal_values_are_rejected(kind: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="expected"):
         kind(**fields)
 
 
-def test_frozen() -> None:
+def test_consistency_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         BoundedDelay(tau=1).tau = 2  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""Exactly once: by example, and against a filter that keeps one number per incarnation and bucket."""
+"""Exactly-once delivery: examples, and comparison with a filter of one number per incarnation and bucket."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_a_push_is_new_once() -> None:
     assert delivery.buckets == ALL
     assert delivery.admit(1, 0) == ALL
     assert delivery.admit(1, 0) == 0
-    assert delivery.admit(1, 7) == ALL  # gaps are legal
+    assert delivery.admit(1, 7) == ALL  # sequence numbers may have gaps
     assert delivery.admit(1, 3) == 0
-    assert delivery.admit(2, 3) == ALL  # another incarnation counts separately
+    assert delivery.admit(2, 3) == ALL  # another incarnation has separate numbers
 
 
-def test_single_buckets_count_for_themselves() -> None:
+def test_each_bucket_has_its_own_last_push() -> None:
     delivery = Delivery(0b111)
     assert delivery.admit(1, 5, 0b001) == 0b001
     assert delivery.admit(1, 5, 0b011) == 0b010
@@ -39,7 +39,7 @@ def test_single_buckets_count_for_themselves() -> None:
     delivery.validate()
 
 
-def test_a_bucket_ahead_stays_ahead() -> None:
+def test_the_last_push_of_a_bucket_never_falls() -> None:
     delivery = Delivery(0b111)
     delivery.admit(1, 5, 0b001)
     assert delivery.admit(1, 4) == 0b110
@@ -49,7 +49,7 @@ def test_a_bucket_ahead_stays_ahead() -> None:
     assert delivery.admit(1, 6) == 0b111
 
 
-def test_missing_records_nothing() -> None:
+def test_missing_does_not_record_the_push() -> None:
     delivery = Delivery(0b11)
     delivery.admit(1, 5, 0b01)
     assert delivery.missing(1, 5, 0b11) == 0b10
@@ -57,15 +57,15 @@ def test_missing_records_nothing() -> None:
     assert last_push(delivery, 1, 1) is None
 
 
-def test_the_filter_moves_with_the_buckets() -> None:
+def test_the_filter_of_a_bucket_moves_with_the_bucket() -> None:
     source, target = Delivery(0b011), Delivery(0b100)
     source.admit(1, 5)
     target.admit(1, 3)
-    target.adopt(0b010, source.export(0b011))  # it has more than the moved buckets
+    target.adopt(0b010, source.export(0b011))  # the export has more buckets than the moved bucket
     source.release(0b010)
     assert source.buckets == 0b001
     assert target.buckets == 0b110
-    assert target.admit(1, 5) == 0b100  # bucket 1 has had push 5 at its former server
+    assert target.admit(1, 5) == 0b100  # the former server has applied push 5 to bucket 1
     assert target.admit(1, 6) == 0b110
     target.validate()
 
@@ -98,7 +98,7 @@ def test_an_absent_bucket_is_refused_completely() -> None:
     assert delivery.admit(1, 0) == 0b1
 
 
-def test_a_server_without_buckets_admits_nothing() -> None:
+def test_a_server_without_buckets_admits_no_push() -> None:
     delivery = Delivery(0)
     assert delivery.admit(1, 0) == 0
     delivery.validate()
@@ -107,7 +107,7 @@ def test_a_server_without_buckets_admits_nothing() -> None:
     assert delivery.admit(1, 1) == 0b1
 
 
-def test_impossible_moves() -> None:
+def test_impossible_moves_are_rejected() -> None:
     delivery = Delivery(0b1)
     delivery.admit(1, 5)
     with pytest.raises(UsageError, match="bucket 0"):
@@ -120,7 +120,7 @@ def test_impossible_moves() -> None:
     assert last_push(delivery, 1, 0) == 5
 
 
-def test_pushes_to_ever_other_buckets_are_remembered() -> None:
+def test_pushes_to_changing_sets_of_buckets_are_recorded() -> None:
     random, delivery = Random(1), Delivery()
     last: dict[int, int] = {}
     for sequence in range(500):
@@ -142,9 +142,9 @@ incarnations = st.integers(0, NUM_INCARNATIONS - 1)
 
 
 class DeliveryMachine(RuleBasedStateMachine):
-    """Two servers, buckets that move between them, pushes that are sent again: each applies once per bucket.
+    """Buckets move between two servers, and pushes are resent: each push is applied once per bucket.
 
-    The model is the last push per incarnation and bucket, wherever the bucket is.
+    The model is the last push per incarnation and bucket, on whichever server.
     """
 
     @initialize(split=masks)

@@ -1,4 +1,4 @@
-"""The gate against a brute-force reference: no request passes early, and none is held once allowed."""
+"""The gate equals a simple model: no request passes early, and no allowed request is blocked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ consistencies: st.SearchStrategy[Consistency] = st.one_of(
 
 
 class GateMachine(RuleBasedStateMachine):
-    """Has the simplest model: a dictionary of clocks, the ticks so far, and the held requests."""
+    """A gate and its model: a dictionary of clocks, the ticks so far, and the blocked requests."""
 
     @initialize(consistency=consistencies, expected=st.integers(0, 3))
     def start(self, consistency: Consistency, expected: int) -> None:
@@ -48,7 +48,7 @@ class GateMachine(RuleBasedStateMachine):
         return all(c >= clock - tau for c in live) if live else self.highest >= clock - tau
 
     def apply(self, event: Event) -> list[Joined]:
-        """Feed the gate after the model was changed, and hold its instructions against the model."""
+        """Apply an event to the gate after the model has changed; compare its instructions with the model."""
         joined: list[Joined] = []
         released = False
         for instruction in handle(self.gate, event):
@@ -56,9 +56,9 @@ class GateMachine(RuleBasedStateMachine):
                 released = True
                 assert isinstance(instruction.ticket, int)
                 _, clock = self.held.pop(instruction.ticket)
-                assert self.may_begin(clock), "let through early"
+                assert self.may_begin(clock), "unblocked too early"
             elif isinstance(instruction, Complete):
-                assert not released, "released before the iteration that made it possible was complete"
+                assert not released, "a request was unblocked before its iteration was complete"
                 assert isinstance(self.gate.consistency, Sequential)
                 assert instruction.iteration == self.num_completed
                 named = tuple(sorted(w for w, i in self.ticked if i == instruction.iteration))
@@ -124,7 +124,7 @@ class GateMachine(RuleBasedStateMachine):
         self.gate.validate()
         assert self.gate.minimum == self.minimum()
         assert dict(self.gate.clocks) == self.clocks
-        assert not any(self.may_begin(clock) for _, clock in self.held.values()), "held though allowed"
+        assert not any(self.may_begin(clock) for _, clock in self.held.values()), "blocked although allowed"
         for clock in range(self.highest + 4):
             assert self.gate.is_open(clock) == self.may_begin(clock)
             tau = self.gate.consistency.tau

@@ -1,4 +1,4 @@
-"""Sequential consistency on one server: the parts of a sum, its push, and the reads."""
+"""Sequential consistency on one server: the pushes of a sum, the push of the sum, and reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server(*members: int, me: int = A, first_clock: int = 0) -> tuple[Replicatio
 
 
 def admit(iterations: Iterations, worker: int, sequence: int, iteration: int, buckets: int) -> int:
-    """Keep a push; return the buckets for which it is new."""
+    """Store a push; return the buckets for which it is new."""
     fresh = iterations.missing(worker, sequence, iteration, buckets)
     if fresh:
         iterations.admit(worker, sequence, iteration, fresh)
@@ -46,7 +46,7 @@ def change(replication: Replication, version: int, *groups: ChainGroup) -> None:
     replication.handle(Change(version, groups))
 
 
-def test_an_iteration_is_one_sum_and_is_read_when_the_chain_has_it() -> None:
+def test_an_iteration_is_one_sum_and_is_readable_when_the_chain_has_it() -> None:
     replication, iterations = server(A, B)
     assert iterations.may_read(0)
     assert admit(iterations, 1, 0, 0, ALL) == ALL
@@ -61,10 +61,10 @@ def test_an_iteration_is_one_sum_and_is_read_when_the_chain_has_it() -> None:
     iterations.acknowledged(0)
     assert iterations.may_read(1)
     assert not iterations.may_read(2)
-    assert admit(iterations, 1, 0, 0, ALL) == 0  # it is in the sum
+    assert admit(iterations, 1, 0, 0, ALL) == 0  # the push is already in the sum
 
 
-def test_a_departed_worker_counts_until_the_last_tick() -> None:
+def test_a_departed_worker_is_in_all_sums_up_to_its_last_tick() -> None:
     replication, iterations = server()
     admit(iterations, 1, 0, 0, ALL)
     admit(iterations, 2, 0, 0, ALL)
@@ -76,9 +76,9 @@ def test_a_departed_worker_counts_until_the_last_tick() -> None:
     assert iterations.complete(1, (1,)) == [Sum(1, (1,), ALL)]
 
 
-def test_after_a_takeover_all_send_again_before_anything_is_completed_or_read() -> None:
+def test_after_a_takeover_no_iteration_completes_before_all_workers_have_resent() -> None:
     replication, iterations = server(C, A)
-    push = Forwarded("sum", C, AGGREGATE, 1, 1, 0b01)  # one bucket of iteration 0 has arrived
+    push = Forwarded("sum", C, AGGREGATE, 1, 1, 0b01)  # the sum of one bucket of iteration 0 has arrived
     replication.handle(push)
     assert iterations.complete(0, (1, 2)) == []
     change(replication, 2, chain_group((A,), None, ALL))
@@ -88,7 +88,7 @@ def test_after_a_takeover_all_send_again_before_anything_is_completed_or_read() 
     assert not iterations.may_read(0)
     assert iterations.complete(1, (1, 2)) == []
     assert admit(iterations, 1, 0, 0, ALL) == 0b10
-    assert iterations.synced(1, 1) == []  # of an older map
+    assert iterations.synced(1, 1) == []  # a resync for an older version
     assert iterations.synced(1, 2) == []
     sums = iterations.synced(2, 2)
     assert sums == [Sum(0, (1, 2), 0b10), Sum(1, (1, 2), ALL)]
@@ -107,7 +107,7 @@ def test_a_takeover_does_not_wait_for_departed_or_synced_workers() -> None:
     assert iterations.may_read(0)
 
 
-def test_a_resent_push_counts_without_a_tick_at_the_gate() -> None:
+def test_a_resent_push_is_in_the_sum_without_a_tick_at_the_gate() -> None:
     # Found by the simulation: a new server's gate begins at the current iteration, without the ticks of the incomplete
     # iterations, so the workers' pushes for them were dropped.
     replication, iterations = server(C, A, first_clock=5)
@@ -121,8 +121,8 @@ def test_a_resent_push_counts_without_a_tick_at_the_gate() -> None:
     assert iterations.complete(5, (2,)) == [Sum(5, (1, 2), ALL)]
 
 
-def test_two_sums_of_one_iteration_are_both_waited_for() -> None:
-    # Found by thought: the first acknowledgement was taken for both.
+def test_an_iteration_with_two_sums_waits_for_both() -> None:
+    # Formerly, the first acknowledgement was taken as the acknowledgement of both sums.
     replication, iterations = server(A, B)
     change(replication, 2, chain_group((A, B), None, 0b01), chain_group((C, A), None, 0b10))
     iterations.lead(2, 0b01, (1,))
@@ -138,7 +138,7 @@ def test_two_sums_of_one_iteration_are_both_waited_for() -> None:
     assert iterations.durable == 1
 
 
-def test_an_inherited_sum_is_waited_for() -> None:
+def test_an_iteration_waits_for_an_inherited_sum() -> None:
     replication, iterations = server(C, A, B)
     replication.handle(Forwarded("sum", C, AGGREGATE, 1, 1, ALL))
     iterations.complete(0, (1,))
@@ -161,9 +161,9 @@ def test_a_rejoining_worker_starts_after_the_complete_iterations_of_all_buckets(
 
 
 def filled_chain(*workers: int) -> tuple[Replication, Iterations]:
-    """Return a server with a push of worker 1 in iteration 0, whose first successor B is being filled."""
+    """Return a server that has a push of worker 1 in iteration 0. Its first successor B is being filled."""
     replication, iterations = server()
-    assert not iterations.may_report(ALL)  # no fill to report
+    assert not iterations.may_report(ALL)  # there is no fill
     admit(iterations, 1, 0, 0, ALL)
     change(replication, 2, chain_group((A,), B, ALL))
     iterations.lead(2, ALL, workers)
@@ -173,17 +173,17 @@ def filled_chain(*workers: int) -> tuple[Replication, Iterations]:
 def test_a_fill_is_reported_when_workers_retain_pushes() -> None:
     replication, iterations = filled_chain(1, 2)
     iterations.synced(1, 2)
-    iterations.synced(2, 1)  # by an older map, with which it does not retain
+    iterations.synced(2, 1)  # worker 2 has an older version, in which it does not retain pushes
     push_sums(replication, iterations, iterations.complete(0, (1,)))
     assert not iterations.may_report(ALL)
     admit(iterations, 2, 0, 1, ALL)
     iterations.synced(2, 2)
-    assert not iterations.may_report(ALL)  # a part of iteration 1 arrived that is not retained
+    assert not iterations.may_report(ALL)  # a push of iteration 1 arrived that is not retained
     push_sums(replication, iterations, iterations.complete(1, (1, 2)))
     assert iterations.may_report(ALL)
     admit(iterations, 1, 1, 2, ALL)
     assert iterations.may_report(ALL)
-    # This holds while it has a successor; a new worker retains from the beginning.
+    # This remains true while the server has a successor, because new workers retain pushes from their start.
     change(replication, 3, chain_group((A,), C, 0b01), chain_group((B,), None, 0b10))
     iterations.lead(3, 0b01, (1, 2, 3))
     assert iterations.may_report(0b01)
@@ -206,25 +206,25 @@ def test_a_fill_is_reported_although_workers_leave_or_finish() -> None:
     _, iterations = filled_chain(1, 2)
     iterations.synced(1, 2)
     assert not iterations.may_report(ALL)
-    iterations.forget(1, 0)  # it has no tick: its pushes never count
+    iterations.forget(1, 0)  # worker 1 has no tick, so its pushes are in no sum
     iterations.left(2)
     assert iterations.may_report(ALL)
     _, iterations = filled_chain(1, 2)
     iterations.synced(1, 2)
     iterations.synced(2, 2)
     assert not iterations.may_report(ALL)
-    iterations.forget(1, 0)  # although all workers retain
+    iterations.forget(1, 0)  # all workers retain pushes, but worker 1 has left
     assert iterations.may_report(ALL)
 
 
 def test_a_fill_is_reported_after_an_expected_worker_leaves() -> None:
-    # Found by a reviewer: the drain or join hung until one worker completed an iteration alone.
+    # Formerly, the drain or join waited until one worker completed an iteration alone.
     replication, iterations = filled_chain(1, 2)
     admit(iterations, 2, 0, 0, 0b01)
     admit(iterations, 2, 1, 1, ALL)
     iterations.synced(1, 2)
     iterations.synced(2, 2)
-    iterations.forget(2, 1)  # it has ticked iteration 0
+    iterations.forget(2, 1)  # worker 2 has ticked iteration 0
     iterations.left(2)
     assert not iterations.may_report(ALL)  # only this server has pushes of this iteration
     push_sums(replication, iterations, iterations.complete(0, (1, 2)))
@@ -284,7 +284,7 @@ def test_a_worker_retired_without_a_tick_is_not_in_the_sum() -> None:
     assert iterations.complete(0, (2,)) == [Sum(0, (2,), ALL)]
 
 
-def test_a_takeover_alone() -> None:
+def test_workers_pending_in_a_takeover() -> None:
     takeover = Takeover()
     assert takeover.is_over
     takeover.lead(1, 0b01, ())
@@ -292,7 +292,7 @@ def test_a_takeover_alone() -> None:
     takeover.lead(2, 0b11, (7, 8))
     assert takeover.pending_workers == {7, 8}
     takeover.synced(7, 2, 2)
-    takeover.lead(3, 0b11, (7, 8))  # it continues, and all workers must resync in the newer view
+    takeover.lead(3, 0b11, (7, 8))  # the takeover continues: all workers must resync in the newer view
     assert takeover.pending_workers == {7, 8}
     takeover.synced(7, 3, 3)
     takeover.left(8)
@@ -316,15 +316,15 @@ def test_iterations_of_a_short_chain_become_durable_when_it_is_long_enough() -> 
     push_sums(replication, iterations, iterations.complete(1, (1,)))
     assert iterations.durable == 1
     assert not iterations.may_read(2)
-    assert iterations.may_report(ALL)  # or the chain would never be longer
+    assert iterations.may_report(ALL)  # otherwise the fill would never complete
     change(replication, 3, chain_group((A, C), None, ALL))
     iterations.lead(3, ALL, (1,))
     assert iterations.durable == 2
     assert iterations.may_read(2)
 
 
-def test_nothing_of_a_new_short_chain_is_stable() -> None:
-    """The primary before may have completed iterations that its workers still keep."""
+def test_no_iteration_of_a_new_short_chain_is_stable() -> None:
+    """The former primary may have completed iterations whose pushes workers still retain."""
     replication = Replication(A, min_replicas=1)
     iterations = Iterations(replication)
     change(replication, 1, chain_group((A, B), None, 0b01), chain_group((C, A), None, 0b10))
@@ -344,10 +344,10 @@ def test_nothing_of_a_new_short_chain_is_stable() -> None:
     assert iterations.may_read(1)
 
 
-def test_a_takeover_counts_only_resyncs_of_the_current_view() -> None:
+def test_a_takeover_needs_resyncs_of_the_current_view() -> None:
     takeover = Takeover()
     takeover.lead(5, 0b1, {7, 8})
-    takeover.synced(7, 4, 5)  # sent before it had this view: its retained pushes went to another server
+    takeover.synced(7, 4, 5)  # the worker resent its pushes to another server, because it did not have this view
     assert takeover.pending_workers == {7, 8}
     takeover.synced(7, 5, 5)
     takeover.synced(8, 6, 5)

@@ -1,4 +1,4 @@
-"""Leases of an epoch's items: each item is in exactly one committed step, whichever ranks die or join."""
+"""Leases of an epoch's items: each item is in exactly one committed step, although ranks die and join."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.protocol.leases import EpochLeases, Remaining, split_rounds
 
 
 def sizes(length: int, size: int, **options: Any) -> list[list[int]]:
-    """Return each rank's number of own items in each round."""
+    """Return the number of each rank's own items in each round."""
     return [[dealt.num_own for dealt in split_rounds(range(length), rank, size, **options)] for rank in range(size)]
 
 
@@ -40,12 +40,12 @@ def test_a_step_is_divided_into_rounds(
     assert sizes(length, size, **options) == expected
 
 
-def test_a_rank_without_an_item_gets_another_ranks_item() -> None:
+def test_a_rank_without_an_item_gets_a_copy_of_another_ranks_item() -> None:
     (dealt,) = split_rounds("ab", 2, 3, per_rank=4)
     assert (dealt.items, dealt.num_own, dealt.parts, dealt.is_last) == (["a"], 0, (1, 1, 0), True)
 
 
-def test_the_items_of_a_rank_that_does_not_contribute_come_first_again() -> None:
+def test_items_of_a_rank_that_does_not_contribute_are_leased_first_again() -> None:
     leases = EpochLeases(Remaining(2))
     leases.lease((2, 2, 2), [10, 11, 12])
     assert (leases.num_held, leases.is_idle) == (6, False)
@@ -66,7 +66,7 @@ class _Rank:
     member: int
     leases: EpochLeases
     step: list[int]
-    """The items whose gradients the rank has in the present step."""
+    """The items whose gradients the rank has in the current step."""
 
 
 @given(data=st.data(), length=st.integers(0, 60), per_rank=st.integers(1, 4), has_steps=st.booleans())
@@ -78,7 +78,7 @@ def test_each_item_is_committed_once(data: st.DataObject, length: int, per_rank:
     joins = 4
 
     def begin(ranks: Collection[_Rank]) -> bool:
-        """Lease the next round; return whether it is the last one of its step, and False at the end of the epoch."""
+        """Lease the next round; return whether it is the last round of its step (False at the end of the epoch)."""
         dealt: list[tuple[tuple[int, ...], bool]] = []
         shares = None
         if per_step is not None and data.draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""Membership: by example, and under any order of calls against a plain model."""
+"""Membership: examples, and calls in any order, compared with a simple model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_process_becomes_the_requested_member() -> None:
     assert membership.find(2) is membership.named("t") is None
 
 
-def test_ranks_are_the_smallest_free_of_the_role() -> None:
+def test_a_member_gets_the_smallest_free_rank_of_its_role() -> None:
     membership = Membership(0)
     for node, role in (("s", Role.SERVER), ("a", Role.WORKER), ("b", Role.WORKER), ("c", Role.WORKER)):
         membership.register(node, role, 0.0, address=node)
@@ -62,7 +62,7 @@ def test_a_requested_rank_is_assigned_or_rejected() -> None:
             membership.register(node, Role.WORKER, 0.0, rank=rank)
         assert membership.named(node) is None
     assert membership.last_incarnation == 1  # the rejection changes nothing
-    assert membership.register("d", Role.SERVER, 0.0, rank=3, address="d").rank == 3  # ranks are of a role
+    assert membership.register("d", Role.SERVER, 0.0, rank=3, address="d").rank == 3  # each role has its own ranks
 
 
 def test_a_repeated_registration_keeps_the_member_and_counts_as_a_heartbeat() -> None:
@@ -79,7 +79,7 @@ def test_a_member_is_overdue_after_the_timeout_until_the_next_heartbeat() -> Non
     a = membership.register("a", Role.WORKER, 0.0)
     membership.register("b", Role.WORKER, 0.0)
     assert membership.record_heartbeat(a.incarnation, 8.0)
-    assert membership.record_heartbeat(a.incarnation, 5.0)  # a late message withdraws nothing
+    assert membership.record_heartbeat(a.incarnation, 5.0)  # a late message does not set the time back
     assert overdue_at(membership, 10.0) == []
     assert overdue_at(membership, 10.5) == ["b"]
     assert overdue_at(membership, 18.5) == ["a", "b"]
@@ -92,13 +92,13 @@ def test_a_doubted_member_is_overdue_until_the_next_heartbeat() -> None:
     membership = Membership(0)
     a = membership.register("a", Role.WORKER, 0.0)
     membership.doubt(a.incarnation)
-    membership.doubt(7)  # no member
+    membership.doubt(7)  # 7 is no member
     assert overdue_at(membership, 0.0) == ["a"]
     assert membership.record_heartbeat(a.incarnation, 0.0)
     assert overdue_at(membership, 0.0) == []
 
 
-def test_the_dead_stay_dead() -> None:
+def test_a_removed_member_does_not_return() -> None:
     membership = Membership(0)
     a = membership.register("a", Role.WORKER, 0.0)
     assert membership.remove(a.incarnation) is a
@@ -109,7 +109,7 @@ def test_the_dead_stay_dead() -> None:
     assert (again.rank, again.incarnation) == (0, 2)
 
 
-def test_rebuild_continues_with_the_living_members_and_reuses_nothing() -> None:
+def test_a_rebuilt_membership_has_the_living_members_and_new_incarnations() -> None:
     former = Membership(1)
     for node, role in (("s", Role.SERVER), ("a", Role.WORKER), ("b", Role.WORKER)):
         former.register(node, role, 0.0, address=node)
@@ -121,7 +121,7 @@ def test_rebuild_continues_with_the_living_members_and_reuses_nothing() -> None:
     assert not membership.record_heartbeat(3, 51.0)
     assert overdue_at(membership, 55.0) == []
     assert overdue_at(membership, 55.5) == ["s", "a"]
-    assert membership.last_incarnation == 99  # so the departure of b is known
+    assert membership.last_incarnation == 99  # so b counts as a former member
     b = membership.register("b", Role.WORKER, 51.0)
     assert (b.rank, b.incarnation) == (1, 100)
 
@@ -129,16 +129,16 @@ def test_rebuild_continues_with_the_living_members_and_reuses_nothing() -> None:
 @pytest.mark.parametrize(
     ("claims", "kept"),
     [
-        ([("a", 0, 1), ("a", 1, 4), ("b", 2, 2)], [4, 2]),  # one name
-        ([("a", 0, 1), ("b", 0, 4), ("c", 1, 2)], [4, 2]),  # one rank
+        ([("a", 0, 1), ("a", 1, 4), ("b", 2, 2)], [4, 2]),  # equal names
+        ([("a", 0, 1), ("b", 0, 4), ("c", 1, 2)], [4, 2]),  # equal ranks
     ],
 )
-def test_the_later_of_two_claims_to_a_place_wins(claims: list[tuple[str, int, int]], kept: list[int]) -> None:
+def test_the_later_of_two_members_with_one_place_is_kept(claims: list[tuple[str, int, int]], kept: list[int]) -> None:
     members = [Member(node, Role.WORKER, rank, incarnation) for node, rank, incarnation in claims]
     membership = Membership.rebuild(members, 1, expected_servers=0, time_s=0.0)
     membership.validate()
     assert [member.incarnation for member in membership.members] == kept
-    assert membership.last_incarnation == 4  # also above the next incarnation
+    assert membership.last_incarnation == 4  # even if the next incarnation would be lower
 
 
 def test_a_member_in_no_view_is_readmitted_unless_the_rank_is_occupied() -> None:
@@ -149,9 +149,9 @@ def test_a_member_in_no_view_is_readmitted_unless_the_rank_is_occupied() -> None
     assert overdue_at(membership, 6.1) == ["a"]
     assert not membership.readmit(Member("a", Role.WORKER, 3, 8), 1.0)
     assert not membership.readmit(Member("b", Role.WORKER, 0, 8), 1.0)
-    assert not membership.readmit(Member("c", Role.WORKER, 3, 100), 1.0)  # a number that was never assigned
+    assert not membership.readmit(Member("c", Role.WORKER, 3, 100), 1.0)  # this incarnation was never assigned
     assert membership.register("d", Role.WORKER, 1.0).rank == 1
-    # Observers have no rank that other members know.
+    # No other member knows the rank of an observer, so it may change.
     for incarnation, rank in ((8, 0), (9, 1)):
         observer = membership.readmit(Member(f"o{incarnation}", Role.OBSERVER, 0, incarnation), 1.0)
         assert observer is not None
@@ -160,7 +160,7 @@ def test_a_member_in_no_view_is_readmitted_unless_the_rank_is_occupied() -> None
 
 
 @pytest.mark.parametrize("numbers", [(-1, 1.0, 1), (1, 0.0, 1), (1, math.nan, 1), (1, 1.0, 0)])
-def test_illegal_numbers(numbers: tuple[int, float, int]) -> None:
+def test_illegal_numbers_are_rejected(numbers: tuple[int, float, int]) -> None:
     with pytest.raises(UsageError, match="expected at least 0, more than 0 and at least 1"):
         Membership(numbers[0], numbers[1], first_incarnation=numbers[2])
 
@@ -170,7 +170,7 @@ nodes = st.sampled_from("abcdef")
 
 
 class MembershipMachine(RuleBasedStateMachine):
-    """The model: the members and their last heartbeats."""
+    """A membership and its model: the members and their last heartbeats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule(by=st.integers(0, 5))
     def restart(self, by: int) -> None:
-        """Another scheduler receives all members, and a former one."""
+        """Another scheduler rebuilds the membership from all members and one former member."""
         claims = [*self.members.values(), *self.removed[-1:]]
         self.members, self.removed = {}, self.removed[:-1]
         for member in sorted(claims, key=lambda claim: -claim.incarnation):
@@ -263,7 +263,7 @@ class MembershipMachine(RuleBasedStateMachine):
         self.heartbeat_s = dict.fromkeys(self.members, self.now_s)
 
     @rule(by_s=st.sampled_from([0.0, 1.0, 4.0, 11.0]))
-    def time_goes_on(self, by_s: float) -> None:
+    def pass_time(self, by_s: float) -> None:
         self.now_s += by_s
 
     @invariant()

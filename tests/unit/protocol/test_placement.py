@@ -1,4 +1,4 @@
-"""Placement: the same everywhere, even enough, and with a minimum of moves."""
+"""Placement is the same in all processes, nearly even, and moves as few buckets as possible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def led_by(chains: Chains, server: int) -> set[int]:
 
 
 def test_the_placement_never_changes() -> None:
-    # Saved tables and peers of other versions depend on it: another hash is another format.
+    # Saved tables and peers of other versions depend on the placement, so another hash needs another format.
     assert [chain[0] for chain in place(16, [0, 1, 2])] == PINNED
 
 
@@ -83,6 +83,6 @@ def test_load_is_even_within_random_variation(num_servers: int) -> None:
     ("num_buckets", "servers", "replicas", "match"),
     [(8, [], 0, "No servers"), (8, [1, 1], 0, "duplicate"), (0, [1], 0, "expected"), (8, [1], -1, "expected")],
 )
-def test_illegal_arguments(num_buckets: int, servers: list[int], replicas: int, match: str) -> None:
+def test_illegal_arguments_are_rejected(num_buckets: int, servers: list[int], replicas: int, match: str) -> None:
     with pytest.raises(UsageError, match=match):
         place(num_buckets, servers, replicas)

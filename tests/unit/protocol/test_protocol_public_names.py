@@ -1,4 +1,4 @@
-"""The public names of the room, and its purity."""
+"""The public names of ``paceline.protocol``; its modules import only pure modules."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PURE = {
 }
 
 
-def test_all_is_sorted_complete_and_true() -> None:
+def test_all_is_sorted_and_has_exactly_the_public_names() -> None:
     assert protocol.__all__ == sorted(protocol.__all__)
     assert all(hasattr(protocol, name) for name in protocol.__all__)  # some modules are imported at their first use
     content = {name for name, value in vars(protocol).items() if name[0] != "_" and not isinstance(value, ModuleType)}
     assert set(protocol.__all__) == content - {"TYPE_CHECKING", "import_on_demand"}
 
 
-def test_imports_are_pure() -> None:
+def test_only_pure_modules_are_imported() -> None:
     assert protocol.__file__ is not None
     for path in Path(protocol.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

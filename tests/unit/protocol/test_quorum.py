@@ -1,4 +1,4 @@
-"""Elastic quorums: steps are committed by all surviving ranks or by none, with any deaths, joins and losses."""
+"""Elastic quorums: all surviving ranks commit a step, or no rank commits it, with any deaths, joins and losses."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def report(member: int, quorum: int, step: int, *, prepared: bool = False, epoch
 
 
 def started(instructions: Iterable[QuorumInstruction]) -> StartQuorum:
-    """Return the only quorum that starts."""
+    """Return the start of the only new quorum."""
     (start,) = [instruction for instruction in instructions if isinstance(instruction, StartQuorum)]
     return start
 
 
 @pytest.fixture
 def coordinator() -> Coordinator:
-    """A coordinator whose first quorum has members 0, 1 and 2."""
+    """Return a coordinator whose first quorum has the members 0, 1 and 2."""
     found = Coordinator(range(3), min_ranks=1, max_ranks=4, report_timeout_s=10.0)
     assert found.joined(JoinRequest(2, 0)) == found.joined(JoinRequest(0, 0)) == []
     assert started(found.joined(JoinRequest(1, 0))) == StartQuorum(1, (0, 1, 2), 0, 0, False)
@@ -114,7 +114,7 @@ def test_too_few_ranks_end_the_training() -> None:
     assert "--min-ranks is 2" in failure.reason
 
 
-def test_a_silent_member_is_lost_and_rejected_when_it_comes_back(coordinator: Coordinator) -> None:
+def test_a_silent_member_is_removed_and_rejected_when_it_returns(coordinator: Coordinator) -> None:
     for member in (0, 1):
         coordinator.reported(report(member, 1, 3), 5.0)
     assert coordinator.time_passed(14.9) == []
@@ -153,7 +153,7 @@ def test_a_slow_member_leaves_and_enters_again_as_a_newcomer(coordinator: Coordi
     assert started(coordinator.reported(report(2, 2, 7, epoch=0), 0.0)) == StartQuorum(3, (0, 1, 2), 7, 0, True)
 
 
-def test_slow_members_count_as_living_but_have_no_state() -> None:
+def test_slow_members_are_alive_but_have_no_state() -> None:
     coordinator = Coordinator(range(2), min_ranks=1, max_ranks=2, report_timeout_s=10.0)
     for member in range(2):
         coordinator.joined(JoinRequest(member, 0))
@@ -183,7 +183,7 @@ def test_a_state_without_a_source_ends_the_training(coordinator: Coordinator) ->
     assert isinstance(failure, FailTraining)
 
 
-def test_a_rank_accepts_larger_numbers_only() -> None:
+def test_a_rank_accepts_only_higher_quorum_numbers() -> None:
     member = QuorumMember(1, has_state=True)
     assert not member.start(StartQuorum(3, (0, 1), 0, 0, False))
     with pytest.raises(ProtocolError):
@@ -211,7 +211,7 @@ def test_many_reconfigurations_leave_no_state() -> None:
 
 
 class Rank:
-    """One process of the machine's model: it exchanges, votes, reports, and waits."""
+    """A simulated process: it exchanges gradients, votes, reports, and waits."""
 
     def __init__(self, member: int, *, is_newcomer: bool) -> None:
         self.rules = QuorumMember(member, has_state=not is_newcomer)
@@ -226,9 +226,9 @@ class Rank:
 
 
 class Elastic(RuleBasedStateMachine):
-    """Ranks, collectives that fail on any subset of ranks, deaths and storms of joins.
+    """Ranks die and join in large numbers, and collectives fail on any subset of ranks.
 
-    Requests and answers are lost, and ranks that are cut off from the coordinator live on after the timeout.
+    Requests and answers are lost. Ranks that are cut off from the coordinator continue after the timeout.
     """
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ class Elastic(RuleBasedStateMachine):
                     self.broken.add(quorum)
                 case RejectMember(member=member) | DismissProcess(member=member):
                     self.ranks.pop(member, None)
-                case ExpelMember() | RetryJoin():  # a rank that is cut off is not killed
+                case ExpelMember() | RetryJoin():  # a rank without a connection is not killed
                     pass
 
     def enter(self, rank: Rank, start: StartQuorum) -> None:
@@ -285,7 +285,7 @@ class Elastic(RuleBasedStateMachine):
         rank.is_waiting, rank.phase, rank.knows_newcomers = False, 0, False
 
     def apply(self, rank: Rank) -> None:
-        assert self.results.setdefault(rank.rules.step, rank.prepared_in) == rank.prepared_in, "two results of a step"
+        assert self.results.setdefault(rank.rules.step, rank.prepared_in) == rank.prepared_in, "a step has two results"
         rank.rules.has_state = True
         self.applied.setdefault(rank.rules.step, set()).add(rank.rules.member)
 
@@ -316,7 +316,7 @@ class Elastic(RuleBasedStateMachine):
     def advance(self, data: st.DataObject, answer_lost: bool) -> None:
         rank = self.ranks[data.draw(st.sampled_from(self.living()))]
         if rank.is_waiting or not rank.rules.quorum:
-            self.send(rank, answer_lost)  # the first time, or again after a lost connection
+            self.send(rank, answer_lost)  # the first request, or its repetition after a lost connection
             return
         quorum = rank.rules.quorum
         kind = "exchange" if rank.phase < 2 else "vote"
@@ -344,7 +344,7 @@ class Elastic(RuleBasedStateMachine):
             self.apply(rank)
 
     def sees_newcomers(self, quorum: int, step: int) -> bool:
-        """Return the vote's flag: all ranks see the value at the first commit."""
+        """Return the flag of the vote: all ranks receive its value at the first commit."""
         flags = self.__dict__.setdefault("flags", {})
         return bool(flags.setdefault((quorum, step), quorum in self.has_announced))
 
@@ -357,7 +357,7 @@ class Elastic(RuleBasedStateMachine):
         self.carry_out(self.coordinator.ended(member, is_failure=True))
 
     def stragglers(self) -> list[Rank]:
-        """Return the ranks that may leave for a time: those between two steps, if another rank has the state."""
+        """Return the ranks that may leave temporarily: ranks between two steps, if another rank has the state."""
         present = [
             rank
             for rank in self.ranks.values()

@@ -1,4 +1,4 @@
-"""The server that is expelled if live servers do not reach each other: by example, and for any reports."""
+"""The choice of the server to expel if live servers do not reach each other: examples, and any reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(
     groups: tuple[ChainGroup, ...] = (),
     beats: int = 6,
 ) -> Unreachable | None:
-    """Return the decision after a number of heartbeats with these complaints."""
+    """Return the decision after a number of heartbeats with these reports of unreachable servers."""
     rule = Reachability(PATIENCE_S)
     for beat in range(beats):
         for server in servers:
@@ -37,23 +37,23 @@ def run(
     ("complaints", "goes"),
     [
         ({}, None),
-        ({1: (2,)}, Unreachable(2, (1,))),  # the younger one of two
+        ({1: (2,)}, Unreachable(2, (1,))),  # the younger server of two
         ({2: (1,)}, Unreachable(2, (1,))),  # whichever server reports it
         ({1: (2,), 2: (1,)}, Unreachable(2, (1,))),  # a pair counts once
         ({1: (2, 3)}, Unreachable(1, (2, 3))),  # the server with the most conflicts
         ({2: (1,), 3: (1,), 4: (1,)}, Unreachable(1, (2, 3, 4))),
         ({1: (2, 3), 2: (1,), 3: (1,)}, Unreachable(1, (2, 3))),
-        ({1: (2,), 3: (4,)}, Unreachable(4, (3,))),  # one at a time
-        ({1: (9,)}, None),  # dead servers reach no server
+        ({1: (2,), 3: (4,)}, Unreachable(4, (3,))),  # one server at a time
+        ({1: (9,)}, None),  # reports about dead servers are ignored
         ({1: (1,)}, None),
     ],
 )
 def test_the_expelled_server(complaints: dict[int, tuple[int, ...]], goes: Unreachable | None) -> None:
     assert run(complaints) == goes
-    assert run(complaints, beats=5) is None  # not before its time
+    assert run(complaints, beats=5) is None  # too early
 
 
-def test_complaints_of_expelled_members_vanish_and_the_remaining_ones_are_checked_again() -> None:
+def test_reports_of_expelled_members_are_dropped_and_other_reports_are_checked_again() -> None:
     rule = Reachability(PATIENCE_S)
     for beat in range(6):
         for server, peers in ((1, ()), (2, (1, 3, 5)), (3, ()), (4, (5,)), (5, (2,))):
@@ -77,7 +77,7 @@ def test_a_complaint_must_be_repeated() -> None:
     assert rule.decide((1, 2), (), 10.0) == Unreachable(2, (1,))
 
 
-def test_the_time_after_the_last_report_does_not_count() -> None:
+def test_the_time_after_the_last_report_is_not_counted() -> None:
     """After the report, the servers may have connected."""
     rule = Reachability(PATIENCE_S)
     for beat in range(5):
@@ -92,7 +92,7 @@ def test_the_time_after_the_last_report_does_not_count() -> None:
 
 
 def test_a_report_about_silent_members_expels_no_server() -> None:
-    """Servers 1 and 2 are cut off from 3 and from the scheduler: server 3, which complains of both, is not expelled."""
+    """Servers 1 and 2 are cut off from server 3 and the scheduler. Server 3 reports both, and is not expelled."""
     rule = Reachability(PATIENCE_S)
     for beat in range(30):
         rule.record_heartbeat(3, (1, 2) if beat > 4 else (), beat * BEAT_S)
@@ -119,10 +119,10 @@ def test_a_stopped_server_has_time_to_answer() -> None:
     ("complaints", "chains", "goes"),
     [
         ({1: (2,)}, [(2,)], 1),  # 2 has the last copy, so the older server is expelled
-        ({1: (2,)}, [(2,), (1,)], None),  # they wait for their cable
+        ({1: (2,)}, [(2,), (1,)], None),  # both servers have a last copy, so both stay
         ({1: (2,), 3: (4,)}, [(2, 4), (1, 3)], 4),
         ({1: (2,), 3: (4,)}, [(4,), (1, 3)], 3),
-        # it has the most complaints and may not be expelled, so its peers are expelled one by one
+        # server 1 has the most conflicts but a last copy, so its peers are expelled one by one
         (
             {1: (2, 3)},
             [(1,)],
@@ -130,7 +130,7 @@ def test_a_stopped_server_has_time_to_answer() -> None:
         ),
         ({1: (2, 3)}, [(1,), (2, 3)], 3),
         ({1: (2, 3)}, [(1,), (2,), (3,)], None),
-        ({1: (2, 3), 4: (5,)}, [(1,), (4, 5)], 5),  # this pair does not depend on the other one
+        ({1: (2, 3), 4: (5,)}, [(1,), (4, 5)], 5),  # each pair is independent of the other servers
         ({1: (2, 3), 4: (5,)}, [(1,), (2,), (3,), (4, 5)], 5),
     ],
 )
@@ -142,8 +142,8 @@ def test_the_last_server_with_a_bucket_is_never_expelled(
     assert (None if decided is None else decided.server) == goes
 
 
-def test_a_silent_server_does_not_count_as_a_copy() -> None:
-    """Server 3 dies while 1 and 2 are in conflict: each has the only copy of its buckets, and stays."""
+def test_the_copy_of_a_silent_server_is_not_counted() -> None:
+    """Server 3 dies while servers 1 and 2 are in conflict. Both have the last copy of a bucket, so both stay."""
     rule = Reachability(PATIENCE_S)
     groups = (chain_group((1, 3), None, 0b01), chain_group((3, 2), None, 0b10))
     for beat in range(12):
@@ -155,7 +155,7 @@ def test_a_silent_server_does_not_count_as_a_copy() -> None:
     assert rule.decide((1, 2, 3), groups, 11.0) == Unreachable(2, (1,))
 
 
-def test_two_simultaneously_silent_members_are_both_the_last() -> None:
+def test_both_of_two_silent_members_may_have_the_last_copy() -> None:
     rule = Reachability(PATIENCE_S)
     for beat in range(6):
         for server in (1, 2):
@@ -174,7 +174,7 @@ def test_patience_is_positive() -> None:
     st.dictionaries(st.integers(1, 6), st.sets(st.integers(1, 6)), max_size=6),
     st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=2, unique=True), max_size=4),
 )
-def test_any_complaints(complaints: dict[int, set[int]], chains: list[list[int]]) -> None:
+def test_expulsions_for_any_reports(complaints: dict[int, set[int]], chains: list[list[int]]) -> None:
     """Members are expelled one by one until no two of them are in conflict, or neither of the two may be expelled.
 
     No bucket is lost. Among the candidates, the member with the most complaints is expelled.
@@ -214,12 +214,12 @@ def test_a_message_ends_the_report_before_the_next_poll() -> None:
 
 def test_silence_is_counted_in_checks() -> None:
     silence = Silence(3)
-    assert [silence.poll((7,)) for _ in range(5)] == [(), (), (), (7,), (7,)]  # the first look only begins
+    assert [silence.poll((7,)) for _ in range(5)] == [(), (), (), (7,), (7,)]  # the first check only starts the count
     silence.received(7)
     assert [silence.poll((7, 4)) for _ in range(4)] == [(), (), (), (4, 7)]
     silence.received(4)
     assert silence.poll((7, 4)) == (7,)
-    assert silence.poll((4,)) == ()  # no longer linked: dropped
+    assert silence.poll((4,)) == ()  # server 7 is no longer linked, so it is dropped
     assert [silence.poll((7,)) for _ in range(4)] == [(), (), (), (7,)]
 
 

@@ -1,4 +1,4 @@
-"""One server's part in its chains. Servers of one test share a view and exchange their messages."""
+"""Replication by one server in its chains. The servers of a test share a view and exchange messages."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def only(kind: type, instructions: list[Instruction]) -> list[Instruction]:
     return [instruction for instruction in instructions if isinstance(instruction, kind)]
 
 
-def test_the_first_map_makes_members_of_empty_servers() -> None:
+def test_empty_servers_are_members_in_the_first_view() -> None:
     replication = Replication(A)
     instructions = handle(replication, change(1, ((A, B), None, 0b01), ((B, A), None, 0b10), ((B,), None, 0b100)))
     assert instructions == [Hold(0b11), Links(frozenset({B})), Lead(0b01, 0b01, frozenset({B}))]
     assert replication.primary == 0b01
     assert replication.held == 0b11
-    assert handle(replication, change(1, ((B,), None, 0b111))) == []  # no newer map
+    assert handle(replication, change(1, ((B,), None, 0b111))) == []  # not a newer version
 
 
 def test_a_push_is_acknowledged_when_all_successors_have_it() -> None:
@@ -69,7 +69,7 @@ def test_a_push_is_acknowledged_when_all_successors_have_it() -> None:
     assert first.pushes.num_pending == 0
 
 
-def test_without_a_chain_nothing_waits() -> None:
+def test_a_push_without_successors_is_acknowledged_immediately() -> None:
     alone = server(A, ((A,), None, 0b11))
     assert not alone.has_successors
     assert handle(alone, Pushed("push", 9, 0, 0b01)) == [Apply("push", 0b01), Acknowledge("push")]
@@ -99,7 +99,7 @@ def test_a_push_repeated_after_a_view_change_replaces_the_pending_part() -> None
     assert first.pushes.num_pending == 1
 
 
-def test_messages_of_another_version_are_not_taken() -> None:
+def test_messages_of_another_version_are_ignored() -> None:
     last = server(B, ((A, B), None, 0b1), version=2)
     assert handle(last, Forwarded("old", A, 9, 0, 1, 0b1)) == [Forget("old")]
     assert handle(last, Forwarded("stranger", C, 9, 0, 2, 0b1)) == [Forget("stranger")]
@@ -125,7 +125,7 @@ def test_a_repeated_push_stays_before_later_pushes() -> None:
     assert handle(first, LinkUp(B)) == [Forward("again", B, 6, 0b1), Forward(1, B, 7, 0b1)]
 
 
-def test_a_dead_successor_is_not_waited_for() -> None:
+def test_a_push_does_not_wait_for_a_dead_successor() -> None:
     first = server(A, ((A, B), None, 0b1))
     handle(first, Pushed("push", 9, 0, 0b1))
     instructions = handle(first, change(2, ((A,), None, 0b1)))
@@ -148,9 +148,9 @@ def test_a_former_primary_refuses_pushes_but_forwards_pending_ones() -> None:
     assert handle(first, Acknowledged(B, 4)) == [Acknowledge("two")]
 
 
-def test_after_a_change_a_replica_owes_no_answer_to_the_sender() -> None:
-    # Found by the simulation: the server before may live by the old map, in which it would acknowledge the push to its
-    # sender, though the new primary has never seen it.
+def test_after_a_change_a_replica_does_not_acknowledge_earlier_pushes() -> None:
+    # Found by the simulation: the predecessor may still have the old view, in which it would acknowledge the push to
+    # the client, although the new primary has not received the push.
     middle = server(B, ((A, B, C), None, 0b1))
     handle(middle, Forwarded("push", A, 9, 0, 1, 0b1))
     instructions = handle(middle, change(2, ((C,), None, 0b1)))
@@ -159,7 +159,7 @@ def test_after_a_change_a_replica_owes_no_answer_to_the_sender() -> None:
 
 
 def test_a_new_primary_forwards_the_former_primarys_pending_pushes() -> None:
-    # Found by the simulation: the sum of an iteration has no sender that repeats it when its primary is dead.
+    # Found by the simulation: no process resends the sum of an iteration after its primary has died.
     middle = server(B, ((A, B, C), None, 0b1))
     handle(middle, Forwarded("sum", A, AGGREGATE, 5, 1, 0b1))
     assert [middle.pushes.inherited] == [None]  # another server leads
@@ -172,7 +172,7 @@ def test_a_new_primary_forwards_the_former_primarys_pending_pushes() -> None:
 
 
 def test_lead_is_sent_after_the_forwarded_pushes() -> None:
-    # Found by thought: a sum that is pushed at the Lead would overtake the sum before it.
+    # Otherwise a sum that is pushed at the Lead would overtake the previous sum.
     first = server(A, ((A, B), None, 0b1))
     handle(first, Pushed("sum", AGGREGATE, 1, 0b1))
     kinds = [type(action) for action in handle(first, change(2, ((A, B), None, 0b1)))]
@@ -188,9 +188,9 @@ def test_own_sums_continue_under_another_primary() -> None:
     assert handle(first, Acknowledged(C, 3)) == [Acknowledge("sum")]
 
 
-def test_an_overtaken_server_hands_up_pending_pushes_then_sends_ready() -> None:
-    # Found by the simulation: a filled server leads next; the former primary's pushes in flight to
-    # it were lost, and later only its successor had them.
+def test_a_former_primary_sends_pending_pushes_to_the_new_primary_and_then_ready() -> None:
+    # Found by the simulation: a filled server becomes primary. The former primary's pushes in flight to it were lost,
+    # and later only its successor had the pushes.
     first, new = server(A, ((A, B), None, 0b1)), server(B, ((A, B), None, 0b1))
     handle(first, LinkUp(B))
     handle(first, Pushed("sum", AGGREGATE, 1, 0b1))
@@ -209,9 +209,9 @@ def test_an_overtaken_server_hands_up_pending_pushes_then_sends_ready() -> None:
     assert handle(new, Acknowledged(A, 1)) == [Acknowledge("up")]
 
 
-def test_a_handed_up_push_is_not_acknowledged_to_the_client() -> None:
-    # Found by the simulation: after a missed map, the replica handed up one bucket of a push that its primary also had
-    # pending. The primary then took the reply for the other bucket as the reply for the whole push.
+def test_a_push_sent_up_the_chain_is_not_acknowledged_to_the_client() -> None:
+    # Found by the simulation: after a missed view, the replica sent one bucket of a push up to its primary, which had
+    # the push pending too. The primary then took the reply for the other bucket as the reply for the whole push.
     first = server(A, ((A, B, C), None, 0b01), ((A, C), None, 0b10))
     handle(first, Pushed("push", 9, 0, 0b11))
     again = only(Forward, handle(first, change(3, ((A, B, C), None, 0b01), ((A, C), None, 0b10))))
@@ -221,21 +221,21 @@ def test_a_handed_up_push_is_not_acknowledged_to_the_client() -> None:
     assert handle(first, Acknowledged(B, 5)) == [Acknowledge("up")]
 
 
-def test_pushes_are_handed_up_until_acknowledged() -> None:
+def test_pushes_are_sent_up_the_chain_until_acknowledged() -> None:
     first = server(A, ((A, B, C), None, 0b1))
     handle(first, Pushed("push", 9, 0, 0b1))
     assert only(Forward, handle(first, change(2, ((B, A), None, 0b1)))) == [Forward("push", B, 2, 0b1)]
     assert handle(first, LinkUp(B)) == [Forward("push", B, 3, 0b1), Ready(B, 2)]
     assert only(Forward, handle(first, change(3, ((B, A), None, 0b1)))) == [Forward("push", B, 4, 0b1)]
-    # Another server leads, which was ahead in the chain before and may lack the push too.
+    # The primary is another server, which may lack the push too.
     assert only(Forward, handle(first, change(4, ((C, B, A), None, 0b1)))) == [Forward("push", C, 5, 0b1)]
     assert handle(first, Acknowledged(C, 5)) == [RefusePush("push")]
-    # Pushes that are pending under the same primary are not handed up.
+    # Pushes that are pending under the same primary are not sent up.
     handle(first, Forwarded("down", B, 9, 1, 4, 0b1))
     assert only(Forward, handle(first, change(5, ((C, B, A), None, 0b1)))) == []
 
 
-def test_handed_up_pushes_are_forwarded_only_by_the_primary() -> None:
+def test_pushes_sent_up_the_chain_are_forwarded_only_by_the_primary() -> None:
     # Found by the simulation: the connection to the primary was cut, so the last server had a sum that the primary
     # lacked, without a record of this. After the death of the server between them, the primary would have summed the
     # iteration again.
@@ -254,9 +254,9 @@ def test_handed_up_pushes_are_forwarded_only_by_the_primary() -> None:
     assert first.checkable(B) == 0b1
 
 
-def test_pushes_are_handed_up_completely() -> None:
-    # Found by the simulation: pushes that an earlier server sent again were not handed up, but some later pushes were,
-    # and so reached the primary first.
+def test_all_pushes_are_sent_up_the_chain_in_order() -> None:
+    # Found by the simulation: pushes that an earlier server had resent were not sent up, but some later pushes were,
+    # so the later pushes reached the primary first.
     tail = server(C, ((A, C), None, 0b1))
     for sequence in (0, 1):
         handle(tail, Forwarded(sequence, A, 9, sequence, 1, 0b1))
@@ -271,15 +271,15 @@ def test_pushes_are_handed_up_completely() -> None:
 
 
 @pytest.mark.parametrize(("version", "targets"), [(2, [C]), (3, [A])])
-def test_after_a_missed_map_all_pending_pushes_are_handed_up(version: int, targets: list[int]) -> None:
+def test_after_a_missed_view_all_pending_pushes_are_sent_up_the_chain(version: int, targets: list[int]) -> None:
     middle = server(B, ((A, B, C), None, 0b1))
     handle(middle, Forwarded("push", A, 9, 0, 1, 0b1))
-    # With the missed map, A may have lost the bucket, and may have been filled with it again.
+    # In the missed view, A may have dropped the bucket, and may have been filled with it again.
     again = handle(middle, change(version, ((A, B, C), None, 0b1)))
     assert [action.target for action in again if isinstance(action, Forward)] == targets
 
 
-def test_every_map_leaves_every_push_once() -> None:
+def test_view_changes_do_not_duplicate_a_pending_push() -> None:
     middle = server(B, ((A, B, C), None, 0b1))
     handle(middle, Forwarded("push", A, 9, 0, 1, 0b1))
     for version in range(2, 5):
@@ -290,7 +290,7 @@ def test_every_map_leaves_every_push_once() -> None:
 
 
 def test_a_fill_has_no_pushes_possibly_missing_at_the_primary() -> None:
-    # Found by the simulation: the newcomer leads next, and has it without knowing that others have not.
+    # Found by the simulation: the filled server becomes primary. It has the push, but other servers may lack it.
     tail = server(A, ((A, B), None, 0b11))
     handle(tail, Pushed("push", 9, 0, 0b01))
     handle(tail, change(2, ((B, A), C, 0b11)))
@@ -313,16 +313,16 @@ def test_a_server_is_filled_and_reported() -> None:
     first, new = server(A, ((A,), B, 0b11)), server(B, ((A,), B, 0b11))
     assert new.held == 0
     handle(first, Pushed("before", 9, 0, 0b11))
-    assert first.next_fill(B) is None  # no connection
+    assert first.next_fill(B) is None  # server A has no connection to B
     handle(first, LinkUp(B))
     number, bucket, state = first.next_fill(B) or (0, 0, ())
     assert (bucket, state) == (0, ((9, 0, 0b01),))
     assert handle(new, StateReceived("state", A, 1, bucket, state)) == [Load("state", 0)]
-    # From then on it receives the pushes of the buckets that it has, and they wait for it.
+    # From now on B receives pushes to its buckets, and these pushes wait for B.
     assert handle(first, Pushed("push", 9, 1, 0b11)) == [Forward("push", B, 2, 0b01), Apply("push", 0b11)]
     assert handle(new, Forwarded("copy", A, 9, 1, 1, 0b01)) == [Acknowledge("copy"), Apply("copy", 0b01)]
     assert handle(new, Forwarded("too much", A, 9, 2, 1, 0b11)) == [Forget("too much")]
-    assert handle(first, Confirmed(B, number)) == []  # more parts follow
+    assert handle(first, Confirmed(B, number)) == []  # more buckets follow
     last = first.next_fill(B)
     assert last is not None
     assert first.next_fill(B) is None
@@ -359,10 +359,10 @@ def test_only_confirmed_buckets_are_reported(seed: int) -> None:
                 assert report == Filled(1, B, to_bytes(confirmed))
                 reports.append(confirmed)
     assert reports[-1] == buckets
-    assert len(reports) > 1, "not only at the end"
+    assert len(reports) > 1, "buckets must be reported before the end of the fill"
 
 
-def test_a_server_is_filled_only_by_the_server_before_it() -> None:
+def test_a_server_is_filled_only_by_its_predecessor() -> None:
     new = server(B, ((A,), B, 0b001), ((C,), B, 0b010), ((A, B), None, 0b100))
     for source, bucket in ((C, 0), (A, 1), (A, 2), (4, 0)):
         assert handle(new, StateReceived("state", source, 1, bucket, ((9, 5, 1 << bucket),))) == [Forget("state")]
@@ -378,12 +378,12 @@ def test_a_fill_continues_after_a_lost_connection_and_after_a_view_change() -> N
     handle(first, LinkUp(B))
     done = first.next_fill(B)
     assert done is not None
-    assert first.next_fill(B) is None  # one at a time
+    assert first.next_fill(B) is None  # one bucket at a time
     handle(first, Confirmed(B, done[0]))
     cut = first.next_fill(B)
     assert cut is not None
     handle(first, LinkUp(B))
-    assert handle(first, Confirmed(B, cut[0])) == []  # of the former connection: not counted
+    assert handle(first, Confirmed(B, cut[0])) == []  # a confirmation of the former connection is ignored
     again = first.next_fill(B)
     assert again is not None
     assert again[1] == cut[1]
@@ -419,9 +419,9 @@ def test_a_server_drops_the_bucket_after_leaving_a_chain() -> None:
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_waiting_for_a_repetition_is_not_waiting_for_other_buckets(merged: bool) -> None:
-    # Found by the simulation: servers made a repeated push wait for the earlier copies of the push, and so waited for
-    # one another in a circle.
+def test_a_repeated_push_does_not_wait_for_other_buckets(merged: bool) -> None:
+    # Found by the simulation: servers made a repeated push wait for its earlier copies, and so waited for one another
+    # in a circle.
     middle = server(B, ((A, B, C), None, 0b11))
     handle(middle, Forwarded("old", A, 9, 0, 1, 0b11))
     handle(middle, change(2, ((A, B, C), None, 0b01), ((B, C), None, 0b10)))
@@ -432,7 +432,7 @@ def test_waiting_for_a_repetition_is_not_waiting_for_other_buckets(merged: bool)
     assert handle(middle, Acknowledged(C, 3)) == [Acknowledge("new")]
 
 
-def test_a_chain_with_too_few_replicas_acknowledges_nothing() -> None:
+def test_a_chain_with_too_few_replicas_acknowledges_no_push() -> None:
     first = Replication(A, min_replicas=1)
     handle(first, change(1, ((A, B), None, 0b01), ((A,), C, 0b10)))
     assert first.place.short == 0b10
@@ -443,7 +443,7 @@ def test_a_chain_with_too_few_replicas_acknowledges_nothing() -> None:
     assert handle(first, Acknowledged(B, 1)) == [Acknowledge("whole")]
     handle(first, Pushed("both", 9, 2, 0b11))
     assert handle(first, Acknowledged(B, 2)) == [Withhold("both")]
-    # C is filled with a bucket that contains the earlier pushes: as a member, C has them.
+    # C was filled with a bucket that contains the earlier pushes, so it has these pushes when it becomes a member.
     instructions = handle(first, change(2, ((A, B), None, 0b01), ((A, C), None, 0b10)))
     assert only(Acknowledge, instructions) == [Acknowledge("short"), Acknowledge("both")]
     assert first.place.short == 0

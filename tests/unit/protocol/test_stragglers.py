@@ -1,4 +1,4 @@
-"""A rank with long steps is found, and returns after short ones."""
+"""A rank with long steps is a straggler until its steps are short again."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def recorded(steps: Sequence[Sequence[float]], min_ranks: int = 1) -> StepTimes:
         ([[4, 1]] * 5, 1, 0),  # two ranks
         ([[4, 1]] * 5, 2, None),  # too few ranks would be left
         ([[4]] * 5, 1, None),
-        ([[9, 8, 1, 1, 1]] * 5, 1, 0),  # the slowest one first
+        ([[9, 8, 1, 1, 1]] * 5, 1, 0),  # only the slowest rank
     ],
 )
 def test_the_slowest_rank_is_a_straggler(steps: list[list[float]], min_ranks: int, straggler: int | None) -> None:
     assert recorded(steps, min_ranks).straggler() == straggler
 
 
-def test_a_change_of_ranks_begins_again() -> None:
+def test_a_change_of_ranks_restarts_the_measurement() -> None:
     times = recorded([[1, 4]] * 5)
     times.reset()
     assert times.straggler() is None

@@ -26,7 +26,7 @@ LOST = ValueError("lost")
 
 
 class Runtime:
-    """A client's core and its sent messages, by server: (kind, sequence, clock, buckets) or a Resync."""
+    """A client's core with its sent messages by server. A message is (kind, sequence, clock, buckets) or a Resync."""
 
     def __init__(self, *, is_worker: bool = True, is_sequential: bool = True, replica: int | None = None) -> None:
         self.core = ClientCore(is_worker=is_worker, is_sequential=is_sequential)
@@ -89,14 +89,14 @@ class Runtime:
         return self.make(RequestKind.PUSH, buckets)
 
     def answer(self, *servers: int) -> None:
-        """Have servers answer everything."""
+        """Answer all pending requests of these servers."""
         for server in servers:
             session = self.core.sessions[server]
             for request in session.unanswered():
                 session.answered(request)
 
     def stabilize(self, server: int, clock: int) -> list[Request]:
-        """Have a server answer a tick and report a number of stable iterations; return the released pushes."""
+        """Answer a tick of a server with `clock` as the number of stable iterations; return the released pushes."""
         session = self.core.sessions[server]
         tick = session.request(RequestKind.TICK, 0, 0)
         self.start(tick)
@@ -111,7 +111,7 @@ class Runtime:
 
 
 def joined(replica: int | None = 9, **leads: int) -> Runtime:
-    """A worker that takes part in iterations."""
+    """Return a worker that takes part in iterations."""
     runtime = Runtime(replica=replica)
     runtime.core.takes_part = True
     runtime.view(1, {int(name[1:]): buckets for name, buckets in leads.items()})
@@ -127,7 +127,7 @@ def test_rejected_requests_are_resent_in_order_before_a_resync() -> None:
     runtime.core.tick()
     session.refused(first)
     [late] = runtime.push(1)
-    assert (RequestKind.PUSH, 3, 1, 1) not in runtime.sent[1]  # it is blocked
+    assert (RequestKind.PUSH, 3, 1, 1) not in runtime.sent[1]  # the later push is blocked
     runtime.view(2, {1: 1})
     assert runtime.sent[1] == [
         (RequestKind.PUSH, 1, 0, 1), (RequestKind.PUSH, 2, 0, 1), (RequestKind.PULL, 2, 0, 1),
@@ -143,7 +143,7 @@ def test_answers_to_replaced_requests_are_ignored() -> None:
     [pull] = runtime.make(RequestKind.PULL, 1)
     session = runtime.core.sessions[1]
     runtime.view(2, {1: 1})
-    assert session.num_bodies == 2  # the old answer is still to be read
+    assert session.num_bodies == 2  # the answer to the old request is not yet read
     assert pull.number not in session.in_flight
     assert session.orphan_answered(pull.number)
     assert not session.orphan_answered(pull.number)
@@ -152,11 +152,11 @@ def test_answers_to_replaced_requests_are_ignored() -> None:
     assert session.num_bodies == 1
 
 
-def test_a_reading_push_at_the_end_of_an_iteration_becomes_a_push_and_a_pull() -> None:
+def test_a_resent_push_pull_at_the_end_of_an_iteration_becomes_a_push_and_a_pull() -> None:
     runtime = joined(None, s1=0b0011, s2=0b1100)
     parts = runtime.make(RequestKind.PUSH_PULL, 0b1111, ends_iteration=True)
     runtime.view(2, {1: 0b0101, 2: 0b1010})
-    for server, buckets in ((1, 0b0101), (2, 0b1010)):  # one frame of the push per server
+    for server, buckets in ((1, 0b0101), (2, 0b1010)):  # one frame per server contains the push
         pulls = runtime.sent[server][1:-1]
         assert runtime.sent[server][0] == (RequestKind.PUSH, 1, 0, buckets)
         assert pulls == [(RequestKind.PULL, 1, 1, buckets & 0b0011), (RequestKind.PULL, 1, 1, buckets & 0b1100)]
@@ -167,18 +167,18 @@ def test_a_reading_push_at_the_end_of_an_iteration_becomes_a_push_and_a_pull() -
     assert all(part.is_done for part in parts)
 
 
-def test_views_upon_views() -> None:
+def test_requests_are_merged_after_several_views() -> None:
     runtime = joined(None, s1=0b01, s2=0b10)
     first, second = runtime.push(0b11)
     runtime.view(2, {2: 0b10, 3: 0b01})
     runtime.view(3, {2: 0b11})
-    # one frame, although it was in two
+    # one frame, although the push was in two frames before
     assert runtime.sent[2] == [
         (RequestKind.PUSH, 1, 0, 0b11),
         Resync(2, 3, 0, True),
     ]
     runtime.view(3, {3: 0b11})
-    assert runtime.sent == {3: []}  # no newer view
+    assert runtime.sent == {3: []}  # the same version: no effect
     runtime.answer(2)
     assert first.is_done
     assert second.is_done
@@ -200,7 +200,7 @@ def test_after_a_lost_connection_all_pending_requests_are_resent() -> None:
     ]  # fmt: skip
 
 
-def test_calls_outlive_a_view_unless_the_server_leaves() -> None:
+def test_calls_continue_after_a_view_unless_the_server_leaves() -> None:
     runtime = joined(None, s1=0b01, s2=0b10)
     calls = [session.request(RequestKind.CALL, 0, 0) for session in runtime.core.sessions.values()]
     for call in calls:
@@ -217,7 +217,7 @@ def test_calls_outlive_a_view_unless_the_server_leaves() -> None:
 @pytest.mark.parametrize("is_worker", [True, False])
 def test_only_workers_send_clocks(is_worker: bool) -> None:
     runtime = Runtime(is_worker=is_worker)
-    runtime.view(1, {1: 1})  # the first too: a server with this view waits for all workers in it
+    runtime.view(1, {1: 1})  # also for the first view, because a server waits for all workers in it
     assert runtime.sent[1] == [Resync(1, 1, 0, False)] * is_worker
     runtime.view(2, {1: 0b01, 2: 0b10})
     expected = [Resync(server, 2, 0, False) for server in (1, 2) if is_worker]
@@ -235,17 +235,17 @@ def test_a_worker_joins_at_the_latest_reported_iteration() -> None:
     runtime.execute(core.joined(1, 1, 0))
     runtime.execute(core.joined(2, 1, 7))
     assert runtime.join_requests[2:] == [RequestJoin(1, 2, 7), RequestJoin(2, 2, 7)]
-    runtime.execute(core.joined(1, 1, 0))  # of an earlier round
+    runtime.execute(core.joined(1, 1, 0))  # a reply of an earlier round
     runtime.execute(core.joined(1, 2, 7))
     assert core.is_joining
     runtime.sent = {1: [], 2: []}
     for server in (1, 2):
         core.sessions[server].disconnected()
         runtime.execute(core.connected(server))
-    assert runtime.sent == {1: [], 2: [Resync(2, 1, 0, False)]}, "the first counts this worker"
+    assert runtime.sent == {1: [], 2: [Resync(2, 1, 0, False)]}, "server 1 has already counted this worker"
     runtime.execute(core.joined(2, 2, 7))
     assert (core.is_joining, core.takes_part, core.clock) == (False, True, 7)
-    # A server without this view would wait for the worker when it receives the view.
+    # Without this resync, a server that receives the view later would wait for the worker.
     assert [sent[-1:] for sent in runtime.sent.values()] == [[Resync(1, 1, 7, True)], [Resync(2, 1, 7, True)]]
 
 
@@ -262,8 +262,8 @@ def test_a_view_during_a_join_makes_the_worker_join_all_servers_again() -> None:
     assert not runtime.core.is_joining
 
 
-def test_a_call_to_join_comes_after_the_resync() -> None:
-    """The server took it for the last word, and iterations were complete there without a worker that had joined."""
+def test_a_call_to_join_is_sent_after_the_resync() -> None:
+    """If the resync came last, the server would remove the worker that has just joined from its iterations."""
     runtime = Runtime()
     runtime.view(1, {1: 0b01, 2: 0b10})
     runtime.push(0b01)
@@ -293,7 +293,7 @@ def test_answered_pushes_are_retained_until_stable() -> None:
     assert runtime.stabilize(2, 1) == []
     runtime.view(2, {1: 0b11})
     assert runtime.sent[1] == [(RequestKind.PUSH, 2, 1, 0b10), (RequestKind.PUSH, 3, 2, 0b10), Resync(1, 2, 3, True)]
-    assert len(runtime.released) == 2  # of the lost server
+    assert len(runtime.released) == 2  # pushes that only the lost server had
     runtime.answer(1)
     runtime.view(3, {3: 0b11})  # resent pushes are retained too
     assert runtime.sent[3][:-1] == [
@@ -312,7 +312,7 @@ def test_after_a_missed_view_all_retained_pushes_are_resent() -> None:
     runtime.answered_push(1)
     runtime.view(2, {1: 1})
     assert runtime.sent[1] == [Resync(1, 2, 0, True)]
-    runtime.view(4, {1: 1})  # the server may have lost it in between
+    runtime.view(4, {1: 1})  # the server may have lost the bucket in version 3
     assert runtime.sent[1] == [(RequestKind.PUSH, 1, 0, 1), Resync(1, 4, 0, True)]
 
 
@@ -330,7 +330,7 @@ def test_stability_is_reset_with_every_view() -> None:
 
 @pytest.mark.parametrize("kind", [RequestKind.TICK, RequestKind.CALL])
 def test_answers_of_an_earlier_view_make_no_push_stable(kind: RequestKind) -> None:
-    # Server 2 led only one bucket when it answered, and may lack the sum of the other one.
+    # Server 2 led only one bucket when it received the request, and may lack the sum of the other bucket.
     runtime = joined(s1=0b01, s2=0b10)
     session = runtime.core.sessions[2]
     request = session.request(kind, 0, 0)
@@ -353,7 +353,7 @@ def test_nothing_is_retained_without_replicas() -> None:
     runtime.view(2, {1: 0b01, 2: 0b10})
     runtime.answered_push(0b11)
     runtime.replica = None
-    # In the first view without retention, moved pushes are resent and the others released.
+    # In the first view without retention, pushes of moved buckets are resent, and other pushes are released.
     runtime.view(3, {1: 0b01, 3: 0b10})
     assert runtime.sent[1] == [Resync(1, 3, 0, True)]
     assert runtime.sent[3] == [(RequestKind.PUSH, 2, 0, 0b10), Resync(3, 3, 0, True)]
@@ -386,7 +386,7 @@ def test_requests_for_lost_buckets_fail() -> None:
     assert runtime.core.failures == []
 
 
-def test_a_failed_replacement_fails_the_request() -> None:
+def test_a_request_fails_if_its_replacement_fails() -> None:
     runtime = joined(None, s1=0b1)
     [reported], [unreported] = runtime.push(1), runtime.push(1)
     runtime.core.report(reported)

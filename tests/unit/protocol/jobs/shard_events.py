@@ -1,4 +1,4 @@
-"""Calls of a pool of shards as events, for tests."""
+"""Events that stand for the calls of a pool of shards, for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.protocol.jobs.shards import Instruction, Shards
 
 
 class ShardWanted(NamedTuple):
-    """A worker wants a shard."""
+    """A worker requests a shard."""
 
     worker: int
 

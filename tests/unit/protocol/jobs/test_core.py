@@ -16,7 +16,7 @@ SPEC = JobSpec(description=b"", files=(2,), epochs=1, assignment="first-come")
 
 
 class Cluster:
-    """A core and its members: a poster, of incarnation 9, and workers."""
+    """A core and its members: a poster with incarnation 9, and workers."""
 
     def __init__(self, num_workers: int) -> None:
         self.core = JobCore(num_workers)
@@ -35,7 +35,7 @@ class Cluster:
 
 
 def test_the_next_job_waits_for_workers_of_the_previous_job() -> None:
-    """They may wait for iterations of all other workers, which would wait for them at the beginning of the next job."""
+    """Workers of the previous job may wait for iterations of all workers, even of workers without a job."""
     cluster = Cluster(2)
     first, second = (worker.incarnation for worker in cluster.workers)
     cluster.post()
@@ -66,8 +66,8 @@ def remembered(member: Member, **memory: object) -> Remembered:
     return Remembered(member.incarnation, member, known)
 
 
-def test_a_finished_worker_gets_the_job_again_when_shards_are_returned() -> None:
-    """Their worker has died with the scheduler and with its reports."""
+def test_a_finished_worker_gets_the_job_again_if_shards_are_returned() -> None:
+    """The worker of these shards has died together with the scheduler, and its reports are lost."""
     cluster = Cluster(1)
     worker = cluster.workers[0]
     poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
@@ -86,7 +86,7 @@ def test_the_next_scheduler_restores_busy_workers() -> None:
 
 
 def test_a_job_number_is_never_reused() -> None:
-    """Its poster may reconnect late, and would count the shards of one job for another."""
+    """Otherwise a poster that reconnects late would count the shards of another job as shards of its job."""
     cluster = Cluster(1)
     cluster.core.restore([remembered(cluster.workers[0])], [], 1.0, term=7)
     ((_, number),) = cluster.post()
@@ -94,11 +94,11 @@ def test_a_job_number_is_never_reused() -> None:
     poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
     later = Cluster(1)
     later.core.restore([remembered(poster, posted=SPEC)], [], 1.0, term=8)
-    assert later.post() == [(9, (8 << 20) + 1)], "another poster's may come late"
+    assert later.post() == [(9, (8 << 20) + 1)], "another poster may reconnect late with its job"
 
 
-def test_a_departed_worker_gets_no_job_and_counts_nothing() -> None:
-    """Its connection may outlive it, and the next job would wait for it forever."""
+def test_a_departed_worker_gets_no_job_and_its_counters_are_ignored() -> None:
+    """The connection of a departed worker may still exist. Its requests must not make the next job wait for it."""
     cluster = Cluster(2)
     lives, dead = cluster.workers
     cluster.post()
@@ -114,8 +114,8 @@ def test_a_departed_worker_gets_no_job_and_counts_nothing() -> None:
     assert cluster.send_request(lives.incarnation, messages.GetJob(after=1)) == [(lives.incarnation, Job(number=2))]
 
 
-def test_many_workers_end_a_strided_job_in_no_time() -> None:
-    """Otherwise each worker would search each stride for each other worker."""
+def test_the_end_of_a_strided_job_is_fast_with_many_workers() -> None:
+    """The time must not grow with the square of the number of workers."""
     num_workers = 300
     cluster = Cluster(num_workers)
     cluster.send_request(10**6, messages.PostJob(spec=replace(SPEC, files=(num_workers,), assignment="strided")))
@@ -126,7 +126,7 @@ def test_many_workers_end_a_strided_job_in_no_time() -> None:
     for lease, worker in enumerate(cluster.workers):
         cluster.send_request(worker.incarnation, messages.LeaseDone(job=1, lease=lease, progress={}))
         cluster.send_request(worker.incarnation, messages.GetJob(after=1))
-    assert time.process_time() - began_s < 1.0  # 0.1 s
+    assert time.process_time() - began_s < 1.0  # usually 0.1 s
 
 
 def test_a_cluster_belongs_to_one_poster_until_it_leaves() -> None:

@@ -1,4 +1,4 @@
-"""One job's ledger: leases of shards, reports that count, and the restored ledger."""
+"""One job's ledger: leases of shards, counted reports, and restoring."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spec(files: tuple[int | None, ...], *, assignment: str = "first-come", **fie
 
 
 class Worker:
-    """Takes leases of a ledger; it is incarnation 10 + its rank."""
+    """A worker that takes leases of a ledger. Its incarnation is 10 + its rank."""
 
     def __init__(self, rank: int) -> None:
         self._answer: Lease | None = None
@@ -55,12 +55,12 @@ class Worker:
         report = messages.Report(job=1, fields={}, number=number, shard=lease.key)
         ledger.results.add_report(self.member.incarnation, report, b"scores")
 
-    def remembers(self, memory: JobMemory | None) -> Remembered:
+    def remembered(self, memory: JobMemory | None) -> Remembered:
         return Remembered(self, self.member, memory)
 
 
 def news_of(ledger: JobLedger) -> list[tuple[int, int, int]] | None:
-    """Return the finished shards in the members' news."""
+    """Return the finished shards that the ledger reports to members."""
     news = ledger.take_news()
     return None if news is None else list(shards_in(news.done))
 
@@ -105,7 +105,7 @@ def test_shards_of_a_snapshot_are_not_read_again() -> None:
     assert ledger.account().done == (DoneShards(epoch=0, file=0, shards=b"\7"),)
 
 
-def test_the_end_of_a_file_becomes_known() -> None:
+def test_members_are_notified_of_the_end_of_a_file() -> None:
     ledger = JobLedger(1, spec((None,)), 1, [0])
     worker = Worker(0)
     assert ledger.state(1, 2.0).total is None
@@ -118,7 +118,7 @@ def test_the_end_of_a_file_becomes_known() -> None:
     assert news.ended == {0: 1}
 
 
-def test_a_report_counts_when_the_shard_is_done() -> None:
+def test_a_report_is_counted_after_the_shard_is_done() -> None:
     ledger = JobLedger(1, spec((1,)), 1, [0])
     worker = Worker(0)
     ledger.take_news()
@@ -135,8 +135,8 @@ def test_a_report_counts_when_the_shard_is_done() -> None:
     assert ledger.take_news() is None
 
 
-def test_later_shards_become_known_with_a_delayed_report() -> None:
-    """The counters of the later shard include those of the earlier shard, which may have to be done again."""
+def test_later_shards_are_reported_to_members_only_after_an_earlier_report() -> None:
+    """The counters of a later shard include the earlier shard. If its report is lost, both shards are done again."""
     ledger = JobLedger(1, spec((4,)), 2, [0, 1])
     worker, other = Worker(0), Worker(1)
     first, second, foreign = taken(worker, ledger), taken(worker, ledger), taken(other, ledger)
@@ -151,7 +151,7 @@ def test_later_shards_become_known_with_a_delayed_report() -> None:
     assert taken_report is not None
     assert (taken_report[0].done, taken_report[0].done_counters["examples"]) == ((first.key, second.key), 7.0)
     worker.done(ledger, taken(worker, ledger), 8.0)
-    assert ledger.take_news() is None, "the report may be lost on its way to the poster"
+    assert ledger.take_news() is None, "the report to the poster may be lost"
     ledger.report_received()
     assert news_of(ledger) == [(0, 0, 3)]
 
@@ -166,7 +166,7 @@ def test_repeated_messages_do_not_lower_counters() -> None:
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
-def test_reports_and_counters_of_unfinished_shards_do_not_count(is_dead: bool) -> None:
+def test_reports_and_counters_of_unfinished_shards_are_not_counted(is_dead: bool) -> None:
     ledger = JobLedger(1, spec((1,)), 2, [0, 1])
     first, second = Worker(0), Worker(1)
     lease = taken(first, ledger)
@@ -178,7 +178,7 @@ def test_reports_and_counters_of_unfinished_shards_do_not_count(is_dead: bool) -
     assert taken(second, ledger).shard == 0
 
 
-def test_reports_of_a_foreign_lease_do_not_count() -> None:
+def test_reports_of_another_workers_lease_are_not_counted() -> None:
     ledger = JobLedger(1, spec((1,)), 1, [0])
     worker = Worker(0)
     ledger.take_news()
@@ -187,7 +187,7 @@ def test_reports_of_a_foreign_lease_do_not_count() -> None:
     assert (ledger.state(1, 2.0).num_reports, ledger.take_news()) == (0, None)
 
 
-def test_counters_of_a_dead_worker_since_the_last_shard_do_not_count() -> None:
+def test_counters_of_a_dead_worker_after_its_last_shard_are_not_counted() -> None:
     ledger = JobLedger(1, spec((2,)), 1, [0])
     worker = Worker(0)
     worker.done(ledger, taken(worker, ledger), 5.0)
@@ -198,7 +198,7 @@ def test_counters_of_a_dead_worker_since_the_last_shard_do_not_count() -> None:
     assert ledger.state(1, 2.0).progress == {"examples": 5.0}
 
 
-def test_counters_of_another_job_do_not_count() -> None:
+def test_counters_of_another_job_are_not_counted() -> None:
     ledger = JobLedger(2, spec((2,)), 1, [0])
     ledger.results.record_progress(10, {"job": 1.0, "examples": 8.0})
     assert ledger.state(1, 2.0).progress == {}
@@ -227,7 +227,7 @@ def test_a_reconnected_member_receives_all_facts() -> None:
     assert record.done_counters == {10: {"job": 1.0, "examples": 5.0}}
 
 
-def test_a_failure_is_news() -> None:
+def test_members_are_notified_of_a_failure() -> None:
     ledger = JobLedger(1, spec((2,)), 1, [0])
     ledger.take_news()
     ledger.fail("DataError", "bad")
@@ -236,7 +236,7 @@ def test_a_failure_is_news() -> None:
     assert news.failed == ("DataError", "bad")
 
 
-def test_members_records_restore_the_ledger() -> None:
+def test_records_of_members_restore_the_ledger() -> None:
     ledger = JobLedger(1, spec((4,)), 2, [0, 1])
     first, second = Worker(0), Worker(1)
     done, held, lost = (taken(worker, ledger) for worker in (first, first, second))
@@ -249,7 +249,7 @@ def test_members_records_restore_the_ledger() -> None:
     memory = JobMemory(record=news, working=True, leases=(held,), last_lease=held.lease, progress=counters)
     posters = JobMemory(record=news, posted=spec((4,)), seconds=3.0)
     again = JobLedger.restore(
-        facts, posters, [first.remembers(memory)], dead=[second.member], num_workers=2, time_s=1.0
+        facts, posters, [first.remembered(memory)], dead=[second.member], num_workers=2, time_s=1.0
     )
     again.validate()
     state = again.state(1, 2.0)
@@ -267,14 +267,14 @@ def test_members_records_restore_the_ledger() -> None:
 
 @pytest.mark.parametrize("assignment", ["first-come", "strided"])
 @pytest.mark.parametrize("files", [(), (0,), (None,)])
-def test_a_job_without_shards_ends_under_another_scheduler_too(assignment: str, files: tuple[int | None, ...]) -> None:
-    """Its workers may have finished it: they request the next job, and no shard of this one."""
+def test_a_job_without_shards_ends_under_the_next_scheduler(assignment: str, files: tuple[int | None, ...]) -> None:
+    """Its workers may have finished it, so they request the next job and no shard of this job."""
     record = JobRecord(number=1, num_workers=2, ended={0: 0} if files == (None,) else {})
     workers = [Worker(0), Worker(1)]
     posters = JobMemory(record=record, posted=spec(files, assignment=assignment))
     facts = JobFacts(1)
     facts.merge(record)
-    remembered = [worker.remembers(JobMemory(record=record)) for worker in workers]
+    remembered = [worker.remembered(JobMemory(record=record)) for worker in workers]
     ledger = JobLedger.restore(facts, posters, remembered, dead=[], num_workers=2, time_s=1.0)
     ledger.validate()
     assert not ledger.state(2, 2.0).finished

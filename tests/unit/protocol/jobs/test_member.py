@@ -1,4 +1,4 @@
-"""The members' records of a job for a new scheduler."""
+"""The records of a job that members keep for a new scheduler."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_worker_records_leases_and_finished_shards() -> None:
         give_lease(ledger, 3, lease, 10 + lease)
     give_lease(ledger, 3, NONE_FREE, 0)
     ledger.sent(messages.LeaseDone(job=3, lease=1, progress={"job": 3, "examples": 7.0}))
-    ledger.sent(messages.LeaseDone(job=2, lease=2))  # of a finished job
+    ledger.sent(messages.LeaseDone(job=2, lease=2))  # a record of a finished job
     ledger.counted({"job": 3, "examples": 9.0})
     ledger.sent(messages.FileEnded(job=3, file=4, num_shards=2))
     memory = memory_of(ledger)
@@ -103,7 +103,7 @@ def test_a_poster_records_jobs_and_reports() -> None:
         [(0, 0, 1), (1, 0, 0)],
         {2: {"examples": 4.0}},
     )
-    ledger.merge_news(JobRecord(number=2, num_workers=4))  # a job of another poster
+    ledger.merge_news(JobRecord(number=2, num_workers=4))  # another poster's job
     assert memory_of(ledger).posted is None
 
 
@@ -126,7 +126,7 @@ def test_a_poster_records_the_duration_of_the_job() -> None:
     assert (memory_of(ledger, 12.0).seconds, memory_of(ledger).record.lost) == (5.0, 2)
 
 
-def test_facts_merge_in_any_order_and_twice_is_as_good_as_once() -> None:
+def test_records_can_be_merged_in_any_order_and_repeatedly() -> None:
     one = JobRecord(
         number=1, done=(DoneShards(epoch=0, file=0, shards=b"\5"),), done_counters={1: {"a": 5.0}}, ended={0: 3}, lost=1
     )

@@ -33,11 +33,11 @@ class Cluster:
         self.jobs = JobCore(num_workers)
         self.membership = Membership(0)
         self.workers = [self.join() for _ in range(num_workers)]
-        self.poster = Asker(self, None)
+        self.poster = JobClient(self, None)
 
-    def join(self) -> Asker:
+    def join(self) -> JobClient:
         number = len(self.membership.members)
-        return Asker(self, self.membership.register(f"worker {number}", Role.WORKER, 0.0))
+        return JobClient(self, self.membership.register(f"worker {number}", Role.WORKER, 0.0))
 
     def post(self, files: tuple[int | None, ...] = (2,), *, assignment: str = "first-come") -> int:
         post = messages.PostJob(spec=JobSpec(description=b"do", files=files, epochs=1, assignment=assignment))
@@ -50,18 +50,18 @@ class Cluster:
         assert isinstance(state, JobState)
         return state
 
-    def remove(self, worker: Asker, reason: str | None) -> None:
+    def remove(self, worker: JobClient, reason: str | None) -> None:
         assert worker.member is not None
         self.membership.remove(worker.member.incarnation)
         self.deliver(self.jobs.removed(worker.member, worker, is_lost=reason is not None, time_s=0.0))
 
     def deliver(self, answers: Iterable[messages.Answer]) -> None:
         for answer in answers:
-            assert isinstance(answer.call, Asker)
+            assert isinstance(answer.call, JobClient)
             answer.call.received.append(answer)
 
 
-class Asker:
+class JobClient:
     """A process that sends the scheduler requests about jobs."""
 
     def __init__(self, cluster: Cluster, member: Member | None) -> None:
@@ -70,7 +70,7 @@ class Asker:
         self.examples = 0.0
 
     def send_request(self, request: messages.JobRequest, body: bytes = b"") -> list[Any]:
-        """Make a request, and return all present replies, to this request or to earlier ones."""
+        """Make a request; return all replies that have arrived, to this request or to earlier requests."""
         incarnation = 0 if self.member is None else self.member.incarnation
         received = messages.ReceivedRequest(self, self, incarnation, request, body)
         self.cluster.deliver(self.cluster.jobs.handle(received, self.cluster.membership, 0.0))
@@ -99,14 +99,14 @@ def test_a_waiting_worker_gets_the_next_job() -> None:
     number = cluster.post()
     assert [answer.number for answer in worker.answers()] == [number]
     assert worker.get_job() == [number]
-    assert worker.get_job(after=number) == [number]  # some shards of it are free
+    assert worker.get_job(after=number) == [number]  # the job has free shards
     for _ in range(2):
         (lease,) = worker.take_lease(number)
         worker.done(number, lease)
     assert worker.get_job(after=number) == []
 
 
-def test_a_job_is_done_when_all_shards_are_done_and_all_workers_wait() -> None:
+def test_a_job_is_done_if_all_shards_are_done_and_all_workers_wait() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
     number = cluster.post()
@@ -140,7 +140,7 @@ def test_a_dead_workers_shards_are_leased_again() -> None:
         first.take_lease(number)
 
 
-def test_a_leaving_worker_is_not_lost() -> None:
+def test_a_leaving_worker_does_not_count_as_lost() -> None:
     cluster = Cluster(2)
     number = cluster.post((1,))
     cluster.workers[0].take_lease(number)
@@ -149,7 +149,7 @@ def test_a_leaving_worker_is_not_lost() -> None:
     assert cluster.workers[1].take_lease(number)[0] >= 0
 
 
-def test_another_job_ends_the_one_before() -> None:
+def test_another_job_ends_the_previous_job() -> None:
     cluster = Cluster(2)
     first, second = cluster.workers
     old = cluster.post((1,))
@@ -158,7 +158,7 @@ def test_another_job_ends_the_one_before() -> None:
     new = cluster.post()
     assert [answer.lease for answer in second.answers()] == [ALL_DONE]
     assert first.take_lease(old) == [ALL_DONE]
-    first.done(old, lease)  # it affects no worker
+    first.done(old, lease)  # no worker is affected
     assert cluster.state(new).done == 0
     with pytest.raises(PeerError, match=f"job {old}"):
         cluster.state(old)
@@ -177,7 +177,7 @@ def test_a_job_fails_with_the_poster() -> None:
     assert cluster.workers[0].take_lease(number) == [ALL_DONE]
 
 
-def test_of_two_failures_the_first_counts() -> None:
+def test_the_first_of_two_failures_is_reported() -> None:
     cluster = Cluster()
     number = cluster.post()
     for error in ("DataError", "UsageError"):
@@ -209,7 +209,7 @@ def test_the_end_of_the_cluster_answers_all_waiting_job_requests() -> None:
     assert second.get_job() == [-1]
 
 
-def remembered(asker: Asker, job: JobMemory | None) -> Remembered:
+def remembered(asker: JobClient, job: JobMemory | None) -> Remembered:
     return Remembered(asker, asker.member or Member("poster", Role.OBSERVER, 0, 99), job)
 
 
@@ -235,7 +235,7 @@ def test_a_new_scheduler_continues_the_job_of_the_members() -> None:
     worker.done(4, lease)
     assert worker.take_lease(4) == [ALL_DONE]
     assert cluster.state(4).done == 3
-    assert cluster.post() > 5, "another poster may have posted it"
+    assert cluster.post() > 5, "another poster may have posted this job"
 
 
 def test_a_job_of_a_lost_poster_ends_for_the_workers() -> None:
@@ -243,4 +243,4 @@ def test_a_job_of_a_lost_poster_ends_for_the_workers() -> None:
     (worker,) = cluster.workers
     cluster.jobs.restore([remembered(worker, JobMemory(record=JobRecord(number=4), working=True))], (), 0.0, term=2)
     assert worker.take_lease(4) == [ALL_DONE]
-    assert cluster.post() > 5, "the poster may have posted more"
+    assert cluster.post() > 5, "the poster may have posted a further job"

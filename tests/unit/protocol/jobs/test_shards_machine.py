@@ -1,4 +1,4 @@
-"""Leases under random losses: every shard of every epoch ends done, no shard has two open leases."""
+"""Leases with random losses of workers: at the end every shard is done, and no shard ever has two open leases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.unit.protocol.jobs.shard_events import Done, Event, ShardCountFound, 
 from paceline.protocol.jobs.shards import Assignment, Exhausted, Granted, Shards
 
 NUM_WORKERS = 3
-workers = st.integers(0, NUM_WORKERS)  # one more worker than positions, which joins late
+workers = st.integers(0, NUM_WORKERS)  # one worker more than positions; it joins late
 assignments: st.SearchStrategy[Assignment] = st.sampled_from(["first-come", "strided"])
 Key = tuple[int, int, int]
 
@@ -57,7 +57,7 @@ class ShardsMachine(RuleBasedStateMachine):
             self.back.remove(key)
         elif self.strided:
             owner = (self.offsets[granted.file] + granted.shard) % NUM_WORKERS
-            assert owner == worker or owner in self.lost, "took the shard of a living worker"
+            assert owner == worker or owner in self.lost, "leased the shard of a living worker"
         if granted.shard >= self.sizes[granted.file]:
             assert not self.known[granted.file], "leased past a known end"
         self.open[granted.lease] = worker, key
@@ -97,7 +97,7 @@ class ShardsMachine(RuleBasedStateMachine):
         self.lost.add(worker)
         self.apply(WorkerLost(worker))
         for lease in held:
-            self.apply(Done(worker, lease))  # a late report of the dead changes nothing
+            self.apply(Done(worker, lease))  # a late report of the dead worker has no effect
 
     @invariant()
     def agrees(self) -> None:

@@ -30,7 +30,7 @@ def test_a_restored_pool_continues_at_the_position() -> None:
     assert granted.shard == 1
     assert granted.lease > 30
     assert handle(shards, Done(1, 7)) == []
-    assert handle(shards, Done(1, 7)) == []  # again: no matter
+    assert handle(shards, Done(1, 7)) == []  # a repeated record has no effect
     assert handle(shards, Done(0, 12)) == []  # a lease without a recorded holder
     assert shards.progress() == (3, 5)
     handle(shards, WorkerLost(2))
@@ -50,7 +50,7 @@ def test_restored_records_may_overlap_and_exceed_the_end() -> None:
 
 
 class RestartMachine(RuleBasedStateMachine):
-    """Workers with records of leases and finished shards, and a pool that dies."""
+    """Workers record leases and finished shards. The pool dies and is restored."""
 
     @initialize(
         sizes=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=3),
@@ -68,7 +68,7 @@ class RestartMachine(RuleBasedStateMachine):
         self.reports: list[tuple[int, int]] = []
         self.last_lease = -1
         self.counted: list[Key] = []
-        """A worker has done this shard, and a live member has a record."""
+        """Shards that a worker has done, if a living member has a record."""
 
     def apply(self, event: ShardWanted | Done | WorkerLost | ShardCountFound, *, is_delivered: bool = True) -> None:
         for instruction in handle(self.shards, event):
@@ -121,19 +121,19 @@ class RestartMachine(RuleBasedStateMachine):
 
     @rule(worker=workers, is_undelivered=st.booleans())
     def lose(self, worker: int, is_undelivered: bool) -> None:
-        """A worker dies. Only the pool may have its records."""
+        """A worker dies. Perhaps only the pool has its records."""
         late = list(self.held[worker])
         self.held[worker] = {}
         self.apply(WorkerLost(worker))
         for number in late:
             self.apply(Done(worker, number))
-        if is_undelivered:  # the successor receives no earlier events; the other workers keep them
+        if is_undelivered:  # the next pool receives no earlier events; the other workers have recorded them
             self.known[worker] = set()
 
     @rule(lost=st.sets(workers, max_size=NUM_WORKERS - 1), repeated=st.booleans(), ungranted=st.sets(workers))
     def restart(self, lost: set[int], repeated: bool, ungranted: set[int]) -> None:
         for worker in sorted(ungranted):
-            self.apply(ShardWanted(worker), is_delivered=False)  # granted, and the answer never came
+            self.apply(ShardWanted(worker), is_delivered=False)  # the lease was granted, but the answer was lost
         self.die(lost)
         if repeated:
             for worker, number in self.reports:

@@ -1,4 +1,4 @@
-"""The scheduler's core by example: the start of a cluster, and changes of its members."""
+"""Examples of the scheduler's core: the start of a cluster, and changes of its members."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_members_get_the_requested_ranks() -> None:
     scheduler = Scheduler(num_servers=2)
     a, b = scheduler.register(server("a"), 1), scheduler.register(server("b"))
     c, d = scheduler.register(worker("c"), 5), scheduler.register(worker("d"))
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     ranks = {member.node: member.rank for member in scheduler.view.members}
     assert ranks == {"a": 1, "b": 0, "c": 5, "d": 0}
     assert scheduler.view.servers == {a.incarnation: 1, b.incarnation: 0}
@@ -126,7 +126,7 @@ def test_a_second_registration_during_the_forming_is_one_member() -> None:
     a = server("a")
     scheduler.register(a)
     former = a.wire
-    a.wire = None  # it closed that connection, and the scheduler has not noticed yet
+    a.wire = None  # the process has closed this connection, but the scheduler has not detected it yet
     scheduler.register(a)
     assert scheduler.core.newest.num_waiting == 1
     assert former is not None
@@ -145,13 +145,13 @@ def test_simultaneous_workers_are_published_together() -> None:
     v, w = scheduler.register(worker("v")), scheduler.register(worker("w"))
     assert scheduler.sent_instructions == [events.FlushSoon()]
     assert scheduler.view is before
-    assert v.member is w.member is None  # if this scheduler dies now, no process has a record of them
-    scheduler.tell(events.Flush())
+    assert v.member is w.member is None  # if this scheduler dies now, no process has a record of these workers
+    scheduler.handle(events.Flush())
     assert len(scheduler.all(events.Publish)) == 1
     assert scheduler.view.epoch == before.epoch + 1
     assert [scheduler.member(worker) for worker in (v, w)] == list(scheduler.core.membership.of(Role.WORKER))
     scheduler.sent_instructions = []
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     assert scheduler.sent_instructions == []
     scheduler.register(worker("u"))
     assert scheduler.sent_instructions == [events.FlushSoon()]
@@ -186,7 +186,7 @@ def test_a_joining_server_is_welcomed_at_the_commit_and_then_filled() -> None:
     b = scheduler.register(server("b"), is_extra=True)
     assert b.member is None
     a.prepares = True
-    scheduler.rejoin(a)  # it receives the view again that it did not prepare
+    scheduler.rejoin(a)  # the server receives the unprepared view again
     assert b.member is not None
     moving = sum(group.buckets for group in scheduler.view.groups if group.filling == b.incarnation)
     assert moving
@@ -196,7 +196,7 @@ def test_a_joining_server_is_welcomed_at_the_commit_and_then_filled() -> None:
     assert holders(scheduler.view, a) == ALL & ~moving
 
 
-def test_reports_of_another_version_complete_no_fill() -> None:
+def test_reports_of_fills_in_another_version_are_ignored() -> None:
     scheduler, _, _ = started(1)
     b = scheduler.register(server("b"), is_extra=True)
     view = scheduler.view
@@ -227,7 +227,7 @@ def test_a_broken_connection_changes_nothing() -> None:
     assert len(scheduler.sent_instructions) == 3
 
 
-def test_the_newest_connection_of_a_member_counts() -> None:
+def test_the_newest_connection_of_a_member_is_used() -> None:
     scheduler, _, (w,) = started(1, 1)
     former, w.wire = w.wire, None
     assert former is not None
@@ -235,7 +235,7 @@ def test_the_newest_connection_of_a_member_counts() -> None:
     former.to_scheduler.append(
         MessageReceived(former, messages.Leave())
     )  # later messages on the former connection belong to no member
-    scheduler.settle()
+    scheduler.deliver_all()
     former.cut()
     assert w.wire is not None
     assert scheduler.core.incarnation_of(w.wire) == w.incarnation
@@ -255,7 +255,7 @@ def test_an_ended_process_is_removed_immediately() -> None:
     assert scheduler.view.servers == {a.incarnation: 0}
     assert chains(scheduler.view) == dict.fromkeys(range(8), ((a.incarnation,), None))
     assert scheduler.all(events.BucketsLost) == []
-    assert scheduler.all(events.DeclareDead) == []  # their connections were gone
+    assert scheduler.all(events.DeclareDead) == []  # their connections had broken before
 
 
 def test_a_bucket_is_lost_with_the_last_server() -> None:
@@ -265,14 +265,14 @@ def test_a_bucket_is_lost_with_the_last_server() -> None:
     scheduler.kill(b)
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(lost)]
     scheduler.kill(a)
-    # No server with the bucket is left: the loss is reported, and a joining server has no rows of it.
+    # No server has the bucket: the loss is reported, and a joining server has no rows of the bucket.
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(lost), events.BucketsLost(ALL & ~lost)]
     c = scheduler.register(server("c"), is_extra=True)
     assert scheduler.member(c) is not None
     assert chains(scheduler.view) == dict.fromkeys(range(8), ((), None))
 
 
-def test_members_leave_on_request() -> None:
+def test_members_leave_after_their_request() -> None:
     scheduler, _, (v, w) = started(1, 2)
     scheduler.leave(v)
     assert scheduler.last(events.Removed) == events.Removed(v.member, None)  # type: ignore[arg-type]
@@ -281,14 +281,14 @@ def test_members_leave_on_request() -> None:
     assert scheduler.member(w) is not None
 
 
-def test_simultaneous_departures_of_servers_leave_a_view() -> None:
-    """A member that leaves prepares no further views, and is not awaited."""
+def test_a_view_is_committed_after_simultaneous_departures_of_servers() -> None:
+    """A leaving member prepares no further views, so the scheduler does not wait for it."""
     scheduler, (*leaving, stays), _ = started(5, num_buckets=16)
     assert len(scheduler.view.voters) == 5
     for node in leaving:
         node.prepares = False
         node.send(messages.Leave())
-    scheduler.settle()
+    scheduler.deliver_all()
     assert set(scheduler.view.servers) == {stays.incarnation}
 
 
@@ -351,13 +351,13 @@ def test_the_scheduler_waits_without_limit_for_the_last_server_of_a_bucket() -> 
         scheduler.pass_time(10 * TIMEOUT_S)
         assert set(scheduler.view.servers) == {a.incarnation, b.incarnation}
         assert holders(scheduler.view, b) == held
-        assert len(scheduler.notes) == 2 * times - 1  # it is reported once
+        assert len(scheduler.notes) == 2 * times - 1  # the scheduler reports the wait once
         assert f"server 1 is silent and has the only copy of {held.bit_count()} buckets" in scheduler.notes[-1]
         scheduler.wake(b)
         assert scheduler.notes[2 * times - 1 :] == ["server 1 is back: it sends heartbeats again"]
         assert chains(scheduler.view) == before
     assert scheduler.all(events.Removed) == scheduler.all(events.BucketsLost) == []
-    # But if its process has ended, waiting is useless.
+    # If the server's process has ended, the scheduler does not wait.
     b.is_silent = True
     scheduler.pass_time(2 * TIMEOUT_S)
     scheduler.kill(b)
@@ -365,7 +365,7 @@ def test_the_scheduler_waits_without_limit_for_the_last_server_of_a_bucket() -> 
 
 
 def test_a_silent_server_with_a_last_copy_stays() -> None:
-    """It is removed from the chains that have another member, and has to be filled again."""
+    """The server is removed from chains with another member, and must be filled again there."""
     scheduler, (a,), _ = started(1, replicas=1)
     b = scheduler.register(server("b"), is_extra=True)
     scheduler.fill(b, 0b0001)
@@ -398,7 +398,7 @@ def test_a_server_returning_before_the_commit_keeps_the_role() -> None:
     assert scheduler.all(events.Removed) == []
 
 
-def test_a_returning_server_keeps_buckets_although_another_was_filled() -> None:
+def test_a_returning_server_keeps_buckets_although_another_server_was_being_filled() -> None:
     scheduler, (a, b), _ = started(2, replicas=2)
     c = scheduler.register(server("c"), is_extra=True)
     a.prepares = False
@@ -418,7 +418,7 @@ def test_a_returning_server_keeps_buckets_although_another_was_filled() -> None:
 def test_a_silent_server_is_live_after_another_registration() -> None:
     scheduler, (a, b), _ = started(2, replicas=1)
     c = server("c")
-    c.is_silent = True  # it does not receive its welcome
+    c.is_silent = True  # the server does not receive its welcome
     scheduler.register(c, is_extra=True)
     a.prepares = b.prepares = False
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
@@ -434,26 +434,26 @@ def test_a_silent_server_is_live_after_another_registration() -> None:
 
 def test_the_takeover_does_not_wait_for_a_probably_ended_server() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1)
-    scheduler.tell(events.Doubted(b.incarnation))
+    scheduler.handle(events.Doubted(b.incarnation))
     assert set(scheduler.view.servers) == {a.incarnation}
-    scheduler.tell(events.Doubted(w.incarnation))
+    scheduler.handle(events.Doubted(w.incarnation))
     assert scheduler.view.excludes(w.incarnation)
     reason = "its connection broke, and its host refuses connections to its address"
     assert scheduler.all(events.Removed) == [
         events.Removed(b.member, reason),  # type: ignore[arg-type]
         events.Removed(w.member, reason),  # type: ignore[arg-type]
     ]
-    scheduler.tell(events.Doubted(99))
+    scheduler.handle(events.Doubted(99))
 
 
-def test_the_last_server_of_a_bucket_is_not_lost_by_a_doubt() -> None:
+def test_a_doubt_does_not_remove_the_last_server_of_a_bucket() -> None:
     scheduler, (a, b), _ = started(2)
     held = holders(scheduler.view, b)
-    scheduler.tell(events.Doubted(b.incarnation))
+    scheduler.handle(events.Doubted(b.incarnation))
     assert holders(scheduler.view, b) == held
     assert "is silent" in scheduler.notes[-1]
-    scheduler.pass_time(HEARTBEAT_S)  # its heartbeat arrives
-    scheduler.tell(events.Doubted(a.incarnation))
+    scheduler.pass_time(HEARTBEAT_S)  # a heartbeat of the server arrives
+    scheduler.handle(events.Doubted(a.incarnation))
     assert holders(scheduler.view, a) == ALL & ~held
     assert scheduler.all(events.BucketsLost) == []
 
@@ -479,7 +479,7 @@ def test_no_view_is_published_while_too_few_servers_send_heartbeats() -> None:
     assert scheduler.member(w) is not None
 
 
-def test_an_ended_member_is_not_needed() -> None:
+def test_an_ended_member_is_not_awaited() -> None:
     scheduler, (a, b, c), _ = started(3, replicas=1)
     scheduler.kill(b, c)
     assert set(scheduler.view.servers) == {a.incarnation}
@@ -515,7 +515,7 @@ def test_a_draining_server_is_released_without_buckets() -> None:
     scheduler, (a, b), (w,) = started(2, 1)
     scheduler.drain(b)
     held = holders(scheduler.view, b)
-    assert held  # it stays until other servers have its buckets
+    assert held  # the server stays until other servers have its buckets
     assert {group.filling for group in scheduler.view.groups if b.incarnation in group.members} == {a.incarnation}
     scheduler.fill_all()
     assert scheduler.view.servers == {a.incarnation: 0}
@@ -539,25 +539,25 @@ def test_a_server_is_not_released_before_the_new_owners_are_informed() -> None:
     assert isinstance(b.fate, events.ReleaseServer)
 
 
-def test_servers_all_draining_are_all_released() -> None:
+def test_all_servers_can_drain_and_be_released() -> None:
     scheduler, (a, b), _ = started(2)
     scheduler.drain(a)
     assert a.fate is None
     scheduler.drain(b)
     assert isinstance(a.fate, events.ReleaseServer)
     assert isinstance(b.fate, events.ReleaseServer)
-    assert scheduler.all(events.BucketsLost) == []  # they have not left yet
+    assert scheduler.all(events.BucketsLost) == []  # the servers have not left yet
 
 
 def test_a_draining_server_stays_when_the_successors_die() -> None:
-    """Otherwise the last server is released, and its rows are lost."""
+    """Otherwise the last server would be released, and its rows would be lost."""
     scheduler, (a, b), _ = started(2)
     scheduler.drain(a)
     scheduler.kill(b)
     assert a.fate is None
     assert holders(scheduler.view, a)
     scheduler.register(server("c"), is_extra=True)
-    assert len(scheduler.all(events.BucketsLost)) == 1  # the buckets that only the dead server had
+    assert len(scheduler.all(events.BucketsLost)) == 1  # buckets that only the dead server had
     scheduler.fill_all()
     assert isinstance(a.fate, events.ReleaseServer)
     assert len(scheduler.all(events.BucketsLost)) == 1
@@ -567,7 +567,7 @@ def test_a_returning_draining_server_is_released_again() -> None:
     scheduler, (a, b), _ = started(2)
     assert a.wire is not None
     a.wire.cut()
-    a.is_leaving = True  # it could not report it
+    a.is_leaving = True  # the scheduler died before the server received its release
     scheduler.drain(b)
     assert b.fate is None
     scheduler.rejoin(a)
@@ -601,13 +601,13 @@ def test_an_ended_draining_server_is_dead() -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_a_clock_jump_makes_no_member_overdue(jump_s: float) -> None:
+def test_a_jump_of_the_clock_makes_no_member_overdue(jump_s: float) -> None:
     scheduler, _, (w,) = started(1, 1)
     view = scheduler.view
     scheduler.pass_time(3 * HEARTBEAT_S)
     for _ in range(3):
         scheduler.now_s += jump_s
-        scheduler.tell(events.TimePassed())
+        scheduler.handle(events.TimePassed())
         scheduler.pass_time(3 * HEARTBEAT_S)
     assert scheduler.view is view
     # A silent server is still detected.
@@ -631,5 +631,5 @@ def test_without_a_clock_no_member_is_overdue() -> None:
     w.is_silent = True
     scheduler.now_s += 100 * TIMEOUT_S
     scheduler.register(worker("v"))
-    scheduler.tell(events.Flush(), events.TimePassed())
+    scheduler.handle(events.Flush(), events.TimePassed())
     assert scheduler.member(w) is not None

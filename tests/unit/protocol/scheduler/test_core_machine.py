@@ -26,7 +26,7 @@ MAX_NODES = 14
 
 
 class Run:
-    """One cluster. `num_schedulers` schedulers follow one another; the former one may live on if `is_split`."""
+    """One cluster with `num_schedulers` successive schedulers. If `is_split`, a former scheduler may continue."""
 
     def __init__(self, seed: int, *, num_schedulers: int, is_split: bool) -> None:
         self.random = Random(seed)
@@ -88,7 +88,7 @@ class Run:
         return self.by_incarnation[incarnation].is_alive
 
     def members(self, role: Role | None = None) -> list[Node]:
-        """The nodes that are connected members, and not silent."""
+        """Return the nodes that are connected members and not silent."""
         return [
             node
             for node in self.alive
@@ -111,7 +111,7 @@ class Run:
         assert (view.version == former.version) == (view.groups == former.groups) or former.term != view.term
         if former.voters and not (former.term == view.term and view.only_adds_workers(former)):
             newest = max((known.term for known in self.known(scheduler)), default=0)
-            assert view.term >= newest, "a scheduler commits though it was superseded"
+            assert view.term >= newest, "a superseded scheduler commits a view"
             self.check_prepared(former, view)
         for bucket, (members, _) in chains(view).items():
             before, _ = chains(former).get(bucket, ((), None))
@@ -119,7 +119,7 @@ class Run:
                 assert not any(map(self.is_alive, before)), "a bucket is lost, although a living server has it"
 
     def known(self, scheduler: Scheduler) -> list[View]:
-        """The views that living members have applied, and the views that other schedulers committed."""
+        """Return the views that living members have applied and the views that other schedulers have committed."""
         cluster = scheduler.core.name
         views = [node.views.committed for node in self.alive if node.cluster == cluster]
         rivals = [
@@ -141,7 +141,7 @@ class Run:
         quorum = commit_quorum(len(former.voters), self.replicas)
         for voters, num_left in ((former.voters, 0), (former.voters - leaving, len(leaving))):
             needed = min(max(quorum - num_left, 1), sum(map(self.is_alive, voters)))
-            assert len(prepared & voters) >= needed, "too few have prepared it"
+            assert len(prepared & voters) >= needed, "too few servers have prepared the view"
         assert gaining(former.groups, view.groups) <= prepared, "a server with new buckets has not prepared the view"
 
     # Events.
@@ -153,11 +153,11 @@ class Run:
             (6, self.beat),
             (12, self.fill),
             (3, self.cut),
-            (12, self.come),
-            (3, self.stop_or_go_on),
+            (12, self.reconnect),
+            (3, self.stop_or_continue),
             (3, self.join),
             (6, self.flush),
-            (2, self.go),
+            (2, self.leave),
             (2, self.kill),
             (1, self.doubt),
         ]
@@ -190,7 +190,7 @@ class Run:
             self.random.choice(members).send(messages.Heartbeat())
 
     def fill(self) -> None:
-        """The member before a server that is being filled reports that this one has some of its buckets."""
+        """Report, by the last member of a chain, that the server that is being filled has some of its buckets."""
         for node in self.random.sample(self.members(Role.SERVER), len(self.members(Role.SERVER))):
             view = node.views.committed
             fills = [
@@ -212,13 +212,13 @@ class Run:
         if wires:
             self.random.choice(wires).cut()
 
-    def come(self) -> None:
+    def reconnect(self) -> None:
         """Reconnect a member that has lost its connection."""
         lost = [node for node in self.alive if node.wire is None and not node.is_silent]
         if lost:
             self.connect(self.random.choice(lost))
 
-    def stop_or_go_on(self) -> None:
+    def stop_or_continue(self) -> None:
         if self.alive:
             node = self.random.choice(self.alive)
             node.is_silent = not node.is_silent
@@ -230,7 +230,7 @@ class Run:
     def flush(self) -> None:
         self.random.choice(self.schedulers).feed(events.Flush())
 
-    def go(self) -> None:
+    def leave(self) -> None:
         """A worker leaves, or a server drains."""
         staying = [node for node in self.members() if not node.is_leaving]
         if len(staying) > 2:
@@ -241,7 +241,7 @@ class Run:
     def kill(self) -> None:
         """End a process.
 
-        Of two schedulers only the newest is notified, because the process would have connected to it.
+        Only the newest scheduler is notified, because the process would have connected to it.
         """
         if len(self.alive) > 2:
             filling = [self.by_incarnation.get(group.filling or 0) for group in self.scheduler.view.groups]
@@ -276,7 +276,7 @@ class Run:
     # The end.
 
     def pause(self) -> None:
-        """Without further faults the cluster must reach a stable state."""
+        """Without further faults, the cluster must reach a stable state."""
         for scheduler in self.schedulers[:-1]:
             self.end_scheduler(scheduler)
         for node in self.nodes:
@@ -295,9 +295,9 @@ class Run:
             for node in self.alive:
                 if node.wire is None:
                     self.connect(node)
-            scheduler.settle()
+            scheduler.deliver_all()
             scheduler.pass_time(2 * HEARTBEAT_S)
-            scheduler.tell(events.Flush())
+            scheduler.handle(events.Flush())
             self.fill_all()
         self.check_pause()
 
@@ -307,8 +307,8 @@ class Run:
             for group in view.groups if view is not None else ():
                 if group.filling is not None and group.members[-1:] == (node.incarnation,) and node.wire is not None:
                     node.send(messages.Filled(self.scheduler.view.version, group.filling, to_bytes(group.buckets)))
-        self.scheduler.settle()
-        self.scheduler.tell(events.Flush())
+        self.scheduler.deliver_all()
+        self.scheduler.handle(events.Flush())
 
     def check_pause(self) -> None:
         scheduler = self.scheduler
@@ -323,7 +323,7 @@ class Run:
         members = {node.incarnation for node in members_of_cluster if node.member is not None}
         assert {member.incarnation for member in scheduler.view.members} == members
         for node in members_of_cluster:
-            assert scheduler.member(node) == node.member is not None, f"{node.name} waits"
+            assert scheduler.member(node) == node.member is not None, f"{node.name} still waits"
             assert node.views.committed is not None
             if node.role is Role.SERVER:
                 assert node.views.committed == scheduler.view
@@ -333,7 +333,7 @@ class Run:
 
 
 FIRST = [pytest.param(first, marks=[pytest.mark.thorough] * (first >= 40)) for first in range(0, 160, 20)]
-"""The first of twenty seeds each."""
+"""The first seeds of the tests; each test runs twenty seeds."""
 
 
 @pytest.mark.parametrize("first", FIRST)

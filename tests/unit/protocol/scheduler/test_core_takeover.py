@@ -42,7 +42,7 @@ def deliver_only(scheduler: Scheduler, *nodes: Node) -> None:
 # The awaited members.
 
 
-def test_it_takes_over_when_all_members_are_back() -> None:
+def test_a_scheduler_takes_over_when_all_members_have_returned() -> None:
     former, (a, b), (w,) = started(2, 1, replicas=1)
     lose(former)
     scheduler = successor(num_servers=2, replicas=1)
@@ -66,7 +66,7 @@ def test_it_takes_over_when_all_members_are_back() -> None:
     assert scheduler.core.missing_members == ()
 
 
-def test_messages_that_arrive_at_one_time_share_one_decision() -> None:
+def test_messages_that_arrive_together_lead_to_one_decision() -> None:
     former, (a, b), (w,) = started(2, 1, replicas=1)
     lose(former)
     scheduler = successor(num_servers=2, replicas=1, replaces=True)
@@ -79,8 +79,8 @@ def test_messages_that_arrive_at_one_time_share_one_decision() -> None:
     scheduler.feed(events.Flush())
     assert scheduler.sent_instructions[1:] == [scheduler.last(events.RequestPromise)]
     deliver_only(scheduler, a, b)
-    assert len(scheduler.all(events.FlushSoon)) == 2  # the promises share the second decision
-    scheduler.settle()
+    assert len(scheduler.all(events.FlushSoon)) == 2  # all promises arrive before the second decision
+    scheduler.deliver_all()
     assert scheduler.core.phase is Phase.LEADING
     assert len(scheduler.view.members) == 4
 
@@ -101,7 +101,7 @@ def test_the_takeover_is_published_after_a_quorum_has_the_view() -> None:
     assert {admission.member for admission in scheduler.all(events.Admit)} == {a.member, b.member, w.member}
 
 
-def test_after_a_while_a_majority_is_enough() -> None:
+def test_a_majority_is_enough_after_the_timeout() -> None:
     former, (a, b, c), (v, w) = started(3, 2, replicas=1)
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
@@ -113,7 +113,7 @@ def test_after_a_while_a_majority_is_enough() -> None:
     assert set(scheduler.last(events.TakenOver).dead) == {c.member, w.member}  # other servers have the buckets of c
     assert [member.node for member in scheduler.view.members] == ["s0", "s1", "w0"]
     assert scheduler.all(events.BucketsLost) == []
-    scheduler.rejoin(c, w)  # too late
+    scheduler.rejoin(c, w)  # c returns too late
     assert isinstance(c.fate, events.DeclareDead)
     assert isinstance(w.fate, events.DeclareDead)
 
@@ -141,7 +141,7 @@ def test_with_accept_minority_missing_members_count_as_dead() -> None:
     lose(former)
     scheduler = successor(num_servers=3, accepts_minority=True)
     scheduler.rejoin(a)
-    assert scheduler.core.phase is Phase.RECOVERING  # they may still return
+    assert scheduler.core.phase is Phase.RECOVERING  # b and c may still return
     scheduler.pass_time(TIMEOUT_S)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.view.servers.keys() == {a.incarnation}
@@ -152,7 +152,7 @@ def test_with_accept_minority_missing_members_count_as_dead() -> None:
 
 
 def test_minority_mode_does_not_take_over_from_workers_alone() -> None:
-    """Otherwise every row would be lost to a server that joins a moment later."""
+    """Otherwise every row would be lost, although a server returns shortly afterwards."""
     former, (a, b), (w,) = started(2, 1, num_buckets=16)
     lose(former)
     scheduler = successor(num_servers=2, accepts_minority=True)
@@ -166,7 +166,7 @@ def test_minority_mode_does_not_take_over_from_workers_alone() -> None:
 
 
 def test_minority_mode_needs_a_voter_of_every_possible_newest_view() -> None:
-    """The returned server has given all its rows to the other one. A takeover from it alone would lose all rows."""
+    """The returned server has moved all its rows to the other server. A takeover from it alone would lose all rows."""
     former, (a, b), _ = started(2, num_buckets=16)
     former.drain(a)
     b.prepares = False
@@ -183,7 +183,7 @@ def test_minority_mode_needs_a_voter_of_every_possible_newest_view() -> None:
 
 
 def test_minority_mode_skips_voters_only_if_necessary() -> None:
-    """With a majority nothing has to be accepted: a missing server may still return."""
+    """A majority suffices for a takeover, so missing servers are not declared dead."""
     former, (a, b, c), _ = started(3, num_buckets=16)
     held = holders(former.view, c)
     lose(former)
@@ -200,7 +200,7 @@ def test_no_wait_for_an_ended_member() -> None:
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
     scheduler.rejoin(a, v)
-    scheduler.tell(events.ProcessEnded(b.incarnation), events.ProcessEnded(w.incarnation))
+    scheduler.handle(events.ProcessEnded(b.incarnation), events.ProcessEnded(w.incarnation))
     assert scheduler.core.phase is Phase.RECOVERING
     assert scheduler.core.missing_members == (c.member,)
     scheduler.rejoin(c)
@@ -214,8 +214,8 @@ def test_no_wait_for_a_probably_ended_member_after_the_return_of_a_majority() ->
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
     scheduler.rejoin(a)
-    scheduler.tell(events.Doubted(b.incarnation), events.Doubted(c.incarnation))
-    assert scheduler.core.phase is Phase.RECOVERING  # one of the two would have to return
+    scheduler.handle(events.Doubted(b.incarnation), events.Doubted(c.incarnation))
+    assert scheduler.core.phase is Phase.RECOVERING  # one of the two servers must return
     scheduler.rejoin(c)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.view.servers.keys() == {a.incarnation, c.incarnation}
@@ -247,25 +247,25 @@ def test_recovery_does_not_wait_for_a_leaving_member() -> None:
 
 
 def test_a_returned_member_with_an_ended_process_is_not_a_member() -> None:
-    """Its connection breaks a moment after its host reports its end."""
+    """The host reports the end of the process before the connection breaks."""
     former, (a, b), _ = started(2)
     held = holders(former.view, a)
     lose(former)
     scheduler = successor(num_servers=2)
     scheduler.rejoin(a)
-    scheduler.tell(events.ProcessEnded(a.incarnation))
+    scheduler.handle(events.ProcessEnded(a.incarnation))
     scheduler.rejoin(b)
     assert isinstance(a.fate, events.DeclareDead)
     assert scheduler.view.servers.keys() == {b.incarnation}
     assert scheduler.all(events.BucketsLost) == [events.BucketsLost(held)]
 
 
-def test_after_the_end_of_all_servers_members_are_dismissed_and_the_cluster_is_new() -> None:
+def test_a_new_cluster_is_formed_after_the_end_of_all_servers() -> None:
     former, (a, b), (w,) = started(2, 1)
     lose(former)
     scheduler = successor(num_servers=1, replaces=True)
     scheduler.rejoin(w)
-    scheduler.tell(events.ProcessEnded(a.incarnation), events.ProcessEnded(b.incarnation))
+    scheduler.handle(events.ProcessEnded(a.incarnation), events.ProcessEnded(b.incarnation))
     assert isinstance(w.fate, events.DeclareDead)
     assert "all servers of its cluster have ended" in w.fate.reason
     assert scheduler.core.phase is Phase.FORMING
@@ -274,14 +274,14 @@ def test_after_the_end_of_all_servers_members_are_dismissed_and_the_cluster_is_n
     assert scheduler.view.version == 1
 
 
-def test_ended_members_of_the_former_cluster_are_not_in_a_new_one() -> None:
-    """It assigns the same incarnations, and its views need as many servers as any other view."""
+def test_ended_members_of_the_former_cluster_are_not_in_a_new_cluster() -> None:
+    """The new cluster assigns the same incarnations, and its views need the usual number of servers."""
     former, servers, (w,) = started(3, 1, replicas=1)
     lose(former)
     scheduler = successor(num_servers=3, replicas=1, replaces=True)
     scheduler.rejoin(w)
-    scheduler.tell(*[events.ProcessEnded(server.incarnation) for server in servers])
-    scheduler.tell(events.ProcessEnded(w.incarnation))
+    scheduler.handle(*[events.ProcessEnded(server.incarnation) for server in servers])
+    scheduler.handle(events.ProcessEnded(w.incarnation))
     new = [scheduler.register(server(f"new {rank}")) for rank in range(3)]
     assert [server.incarnation for server in new] == [server.incarnation for server in servers]
     for silent in new[1:]:
@@ -324,7 +324,7 @@ def test_a_server_with_a_last_copy_prevents_a_new_cluster() -> None:
     assert scheduler.core.name == "ours"
 
 
-def test_workers_alone_are_passed_over_for_a_new_cluster() -> None:
+def test_a_new_cluster_is_formed_if_only_workers_return() -> None:
     former, _, (w,) = started(1, 1)
     lose(former)
     scheduler = successor(num_servers=1, replaces=True)
@@ -334,7 +334,7 @@ def test_workers_alone_are_passed_over_for_a_new_cluster() -> None:
     assert new.cluster == "next"
     assert len(scheduler.all(events.SendElsewhere)) == 1
     assert w.is_alive
-    assert w.wire is None  # its own worker may return
+    assert w.wire is None  # a worker of this cluster may return
 
 
 # Members that return later.
@@ -355,11 +355,11 @@ def test_an_absent_indispensable_server_stays_a_member() -> None:
     assert chains(scheduler.view) == chains(former.view)
 
 
-def test_a_late_worker_in_no_view_is_admitted() -> None:
+def test_a_worker_that_is_in_no_view_is_admitted() -> None:
     former, (a,), (w,) = started(1, 1)
-    a.is_silent = w.is_silent = True  # the view with the new worker does not reach them
+    a.is_silent = w.is_silent = True  # servers do not receive the view with the new worker
     new, rival = former.register(worker("new"), 5), former.register(worker("rival"), 6)
-    former.tell(events.Flush())
+    former.handle(events.Flush())
     assert new.member is not None
     lose(former)
     a.is_silent = w.is_silent = False
@@ -367,34 +367,34 @@ def test_a_late_worker_in_no_view_is_admitted() -> None:
     scheduler.rejoin(a, w)
     assert scheduler.core.is_established
     later = scheduler.register(worker("later"), 6)
-    scheduler.tell(events.Flush())
-    assert later.incarnation > rival.incarnation  # although no member has reported it
+    scheduler.handle(events.Flush())
+    assert later.incarnation > rival.incarnation  # no member has reported this worker
     scheduler.rejoin(new, rival)
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     assert new.fate is None
     assert scheduler.member(new) == new.member
-    assert isinstance(rival.fate, events.DeclareDead)  # its rank is occupied
+    assert isinstance(rival.fate, events.DeclareDead)  # another worker has its rank
 
 
 def end_with_unpublished_worker() -> tuple[Node, Node]:
-    """End a scheduler with one server that has not received the last worker; return both."""
+    """End a scheduler whose server has not received the view with the last worker; return the server and the worker."""
     former, (a,), _ = started(1)
     a.is_silent = True
     new = former.register(worker("new"))
-    former.tell(events.Flush())
+    former.handle(events.Flush())
     lose(former)
     a.is_silent = False
     return a, new
 
 
 def test_a_worker_in_no_view_is_rejected_after_new_grants_of_the_leases() -> None:
-    """Otherwise its shards would be done, and counted, by it and by other workers."""
+    """Otherwise this worker and other workers would do and count the same shards."""
     a, new = end_with_unpublished_worker()
     new.has_worked = True
     scheduler = successor()
     scheduler.rejoin(a)
     scheduler.rejoin(new)
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     assert isinstance(new.fate, events.DeclareDead)
 
 
@@ -404,19 +404,19 @@ def test_a_timely_worker_in_no_view_keeps_leases() -> None:
     scheduler = successor()
     scheduler.rejoin(new)
     scheduler.rejoin(a)
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     assert new.fate is None
     assert scheduler.member(new) == new.member
 
 
 def test_a_worker_in_no_view_has_time_to_return() -> None:
-    """Otherwise servers refuse it forever, although it becomes a member a moment later."""
+    """Otherwise servers would reject the worker forever, although it becomes a member shortly afterwards."""
     a, new = end_with_unpublished_worker()
     scheduler = successor()
     scheduler.rejoin(a)
     assert scheduler.core.is_established
     later = scheduler.register(worker("later"))
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     assert not scheduler.view.excludes(new.incarnation)
     assert scheduler.member(later) is not None
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
@@ -431,7 +431,7 @@ def test_a_worker_in_no_view_is_lost_with_a_later_one() -> None:
     scheduler = successor()
     scheduler.rejoin(a)
     later = scheduler.register(worker("later"))
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     scheduler.leave(later)
     assert scheduler.view.excludes(later.incarnation)
     assert scheduler.view.excludes(new.incarnation)
@@ -443,7 +443,7 @@ def test_a_removed_worker_in_no_view_is_not_admitted_again() -> None:
     former, (a,), (w,) = started(1, 1)
     a.is_silent = w.is_silent = True
     new = former.register(worker("new"))
-    former.tell(events.Flush())
+    former.handle(events.Flush())
     lose(former)
     a.is_silent = w.is_silent = False
     scheduler = successor()
@@ -469,7 +469,7 @@ def test_an_observer_may_join_at_any_time() -> None:
         assert scheduler.last(events.Admit).member in (a.member, late.member)
 
 
-def test_of_two_observers_of_one_place_none_waits_for_an_answer_forever() -> None:
+def test_two_observers_with_one_rank_both_get_an_answer() -> None:
     former, (a,), _ = started(1)
     early = former.register(observer("early"))
     lose(former)
@@ -521,7 +521,7 @@ def test_members_arriving_during_a_takeover_join_after_it() -> None:
     assert extra.member is w.member is refused.fate is None
     a.prepares = True
     scheduler.rejoin(a)
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     assert isinstance(refused.fate, events.Reject)
     assert {member.node for member in scheduler.view.members} == {"s0", "x", "w"}
     assert extra.cluster == w.cluster == "ours"
@@ -537,7 +537,7 @@ def test_a_take_over_continues_from_a_prepared_view() -> None:
         node.prepares = False
     former.kill(c)
     prepared = former.last(events.Prepare).view
-    a.views.prepare(prepared)  # and its reply was lost with the scheduler
+    a.views.prepare(prepared)  # the reply was lost with the scheduler
     a.prepares = b.prepares = True
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
@@ -548,7 +548,7 @@ def test_a_take_over_continues_from_a_prepared_view() -> None:
     assert scheduler.view.version > prepared.version
 
 
-def test_fills_continue() -> None:
+def test_fills_continue_after_a_takeover() -> None:
     former, (a,), _ = started(1)
     b = former.register(server("b"), is_extra=True)
     before = chains(former.view)
@@ -556,7 +556,7 @@ def test_fills_continue() -> None:
     scheduler = successor()
     scheduler.rejoin(a, b)
     assert chains(scheduler.view) == before
-    scheduler.fill(b, version=former.view.version)  # it was reported to the former scheduler, and is reported again
+    scheduler.fill(b, version=former.view.version)  # the fill was reported to the former scheduler
     assert chains(scheduler.view) == before
     scheduler.fill(b)
     assert holders(scheduler.view, b)
@@ -564,7 +564,7 @@ def test_fills_continue() -> None:
 
 def test_the_next_scheduler_releases_a_draining_server() -> None:
     former, (a, b), _ = started(2)
-    b.is_leaving = True  # and it could not report this
+    b.is_leaving = True  # the scheduler ended before it could send the release
     lose(former)
     scheduler = successor(num_servers=2)
     scheduler.rejoin(a, b)
@@ -575,7 +575,7 @@ def test_the_next_scheduler_releases_a_draining_server() -> None:
 
 
 def test_a_single_draining_server_stays_after_a_takeover() -> None:
-    """Otherwise the last server is released, and its rows are lost."""
+    """Otherwise the last server would be released, and its rows would be lost."""
     former, (a, b), _ = started(2)
     former.drain(a)
     former.kill(b)
@@ -587,7 +587,7 @@ def test_a_single_draining_server_stays_after_a_takeover() -> None:
     assert a.fate is None
 
 
-def test_the_next_scheduler_releases_servers_all_draining() -> None:
+def test_the_next_scheduler_releases_all_servers_if_all_drain() -> None:
     former, (a, b), _ = started(2)
     a.is_leaving = b.is_leaving = True
     lose(former)
@@ -623,19 +623,19 @@ def test_an_unnotified_released_server_is_released_again() -> None:
 
 
 def test_released_servers_do_not_take_over_without_the_remaining_servers() -> None:
-    """They have not received the view without them, and their rows are out of date."""
+    """The released servers have not received the view without them, so their rows are outdated."""
     former, (a, b, c), _ = started(3, num_buckets=16)
     former.drain(a, b)
     former.feed(filled(former.view.version, c.incarnation, 0xFFFF))
     former.feed(events.Flush())
     deliver_only(former, c)
-    assert former.view.servers.keys() > {c.incarnation}  # more voters have to receive it
+    assert former.view.servers.keys() > {c.incarnation}  # more voters must receive the view
     assert a.wire is not None
     a.wire.deliver_to_node()
     a.wire.deliver_to_scheduler()
     deliver_only(former, c)
     committed = former.view
-    assert committed.servers.keys() == {c.incarnation}  # from this moment on c accepts pushes that no other server has
+    assert committed.servers.keys() == {c.incarnation}  # from now on, c accepts pushes that no other server has
     for node in (a, b):
         assert node.wire is not None
         node.wire.to_node.clear()
@@ -652,7 +652,7 @@ def test_released_servers_do_not_take_over_without_the_remaining_servers() -> No
 # Other schedulers.
 
 
-def test_members_of_another_cluster_wait_for_the_own_scheduler() -> None:
+def test_members_of_another_cluster_wait_for_their_scheduler() -> None:
     own_scheduler, (a, b), _ = started(2, replicas=1)
     foreign, (c, _), _ = started(2, replicas=1, cluster="theirs")
     lose(own_scheduler)
@@ -678,7 +678,7 @@ def test_the_first_scheduler_ends_when_a_member_reports_another_scheduler() -> N
     assert scheduler.core.is_established
     view = former.view
     former.pass_time(3 * TIMEOUT_S)
-    assert former.view is view  # no quorum replies
+    assert former.view is view  # no quorum of servers replies
     former.rejoin(a)
     assert former.all(events.Superseded) == [events.Superseded(scheduler.core.term)]
     assert former.core.phase is Phase.SUPERSEDED
@@ -689,7 +689,7 @@ def test_the_first_scheduler_ends_when_a_member_reports_another_scheduler() -> N
     assert former.sent_instructions == []
 
 
-def test_a_superseded_scheduler_forms_no_other_cluster() -> None:
+def test_a_superseded_scheduler_does_not_form_another_cluster() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     for node in (a, b, c):
         node.prepares = False
@@ -714,7 +714,7 @@ def test_every_takeover_has_a_higher_term() -> None:
         lose(former)
         scheduler.rejoin(a, b, w)
         new = scheduler.register(worker(f"new{number}"))
-        scheduler.tell(events.Flush())
+        scheduler.handle(events.Flush())
         assert scheduler.core.term > former.core.term
         assert scheduler.view.order > former.view.order
         assert new.incarnation not in given
@@ -723,8 +723,8 @@ def test_every_takeover_has_a_higher_term() -> None:
     assert chains(scheduler.view) == chains(former.view)
 
 
-def test_a_partly_abandoned_scheduler_cannot_commit_after_the_next_one() -> None:
-    """A member of the next scheduler returns to the first before it has prepared a view of the next one."""
+def test_a_scheduler_cannot_commit_after_the_next_scheduler_has_taken_over() -> None:
+    """A member of the next scheduler returns to the first before it has prepared a view of the next scheduler."""
     former, (a, b, c, d), (w,) = started(4, 1, replicas=1, num_buckets=16)
     assert len(former.view.voters) == 4
     scheduler = successor(num_servers=4, replicas=1)
@@ -744,8 +744,8 @@ def test_a_partly_abandoned_scheduler_cannot_commit_after_the_next_one() -> None
     assert a.views.committed is view
 
 
-def test_a_scheduler_informed_of_an_end_cannot_commit_after_the_next_one() -> None:
-    """The ended member had connected to the next scheduler before."""
+def test_a_report_of_an_ended_member_does_not_let_a_former_scheduler_commit() -> None:
+    """The member had connected to the next scheduler before it ended."""
     former, (a, b, c), _ = started(3, replicas=1)
     scheduler = successor(num_servers=3, replicas=1)
     scheduler.rejoin(b, c)
@@ -754,7 +754,7 @@ def test_a_scheduler_informed_of_an_end_cannot_commit_after_the_next_one() -> No
     view = former.view
     assert c.wire is not None
     c.wire.cut()
-    former.tell(events.ProcessEnded(c.incarnation))
+    former.handle(events.ProcessEnded(c.incarnation))
     former.pass_time(3 * TIMEOUT_S)
     assert former.view is view
     assert a.views.committed is view
@@ -767,11 +767,11 @@ def test_a_take_over_from_an_uncommitted_view_needs_voters_of_the_earlier_view()
     before = former.view.voters
     assert before == {a.incarnation, b.incarnation}
     a.prepares = b.prepares = c.prepares = False
-    former.fill(c, 0b0001)  # of one bucket, whose former servers have other buckets
+    former.fill(c, 0b0001)  # the chain of one bucket, whose former servers have other buckets
     prepared = former.last(events.Prepare).view
     assert prepared.voters == {*before, c.incarnation}
     b.views.prepare(prepared)
-    c.views.prepare(prepared)  # and the replies are in flight
+    c.views.prepare(prepared)  # the replies are in flight
     scheduler = successor(num_servers=2)
     scheduler.rejoin(b, c)
     scheduler.pass_time(3 * TIMEOUT_S)
@@ -787,7 +787,7 @@ def test_a_voter_of_the_previous_view_is_expected_and_named() -> None:
     former.kill(b)
     prepared = former.last(events.Prepare).view
     assert b.incarnation not in prepared.servers
-    a.views.prepare(prepared)  # and the reply is in flight
+    a.views.prepare(prepared)  # the reply is in flight
     lose(former)
     scheduler = successor(num_servers=2, replicas=1)
     scheduler.rejoin(a)
@@ -795,7 +795,7 @@ def test_a_voter_of_the_previous_view_is_expected_and_named() -> None:
     scheduler.pass_time(TIMEOUT_S)
     assert scheduler.core.phase is Phase.RECOVERING
     assert "waits for server 1 (s1)" in scheduler.notes[-1]
-    scheduler.tell(events.ProcessEnded(b.incarnation))
+    scheduler.handle(events.ProcessEnded(b.incarnation))
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.view.servers.keys() == {a.incarnation}
 
@@ -832,7 +832,7 @@ def test_a_server_ending_during_the_first_preparation_is_dead() -> None:
     taken = scheduler.last(events.TakenOver)
     assert {rejoin.member for _, rejoin in taken.returned} == {a.member, b.member}
     assert taken.dead == (c.member,)
-    assert scheduler.all(events.Removed) == []  # no member has received its membership
+    assert scheduler.all(events.Removed) == []  # no member has received its welcome
 
 
 @pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER])
@@ -850,7 +850,7 @@ def test_a_server_arriving_during_the_first_preparation_is_welcomed(role: Role) 
     a.prepares = b.prepares = True
     scheduler.rejoin(a, b)
     assert scheduler.core.is_established
-    assert (late.fate is None) == (role is Role.SERVER)  # a late worker is dead, and was notified
+    assert (late.fate is None) == (role is Role.SERVER)  # the late worker was declared dead and notified
     assert (scheduler.member(late) is not None) == (role is Role.SERVER)
 
 
@@ -867,14 +867,14 @@ def test_a_server_leaving_during_the_first_preparation_is_not_welcomed() -> None
     assert scheduler.last(events.TakenOver).dead == (w.member,)
 
 
-def test_deaths_of_one_cluster_do_not_count_in_another() -> None:
+def test_deaths_in_one_cluster_do_not_affect_another_cluster() -> None:
     """Members of two clusters use one address. A server of the other cluster was expelled, and its rows were lost."""
     _, servers, workers = started(3, 2, replicas=1, cluster="a")
     _, foreign_servers, _ = started(3, replicas=1, cluster="b", salt=9)
     scheduler = Scheduler("new", num_servers=3, replicas=1, replaces=True)
     for returning in workers:
         scheduler.rejoin(returning)
-    scheduler.tell(events.ProcessEnded(servers[0].incarnation), events.ProcessEnded(servers[1].incarnation))
+    scheduler.handle(events.ProcessEnded(servers[0].incarnation), events.ProcessEnded(servers[1].incarnation))
     scheduler.rejoin(*foreign_servers)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.core.name == "b"

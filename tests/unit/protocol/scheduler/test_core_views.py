@@ -1,4 +1,4 @@
-"""The scheduler's core by example: a view is prepared before it is committed."""
+"""Examples of the scheduler's core: a view is prepared before it is committed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_view_is_committed_when_a_quorum_of_the_servers_has_it() -> None:
     for number, node in enumerate(remaining):
         assert scheduler.view is view, number
         assert node.wire is not None
-        scheduler.tell(MessageReceived(node.wire, messages.Prepared(prepare.view.term, prepare.view.epoch)))
+        scheduler.handle(MessageReceived(node.wire, messages.Prepared(prepare.view.term, prepare.view.epoch)))
         if scheduler.view is not view:
             break
     assert 1 <= number < 2
@@ -50,7 +50,7 @@ def test_a_view_is_committed_when_a_quorum_of_the_servers_has_it() -> None:
     assert all(node.views.committed is prepare.view for node in remaining)
 
 
-def test_only_voters_make_a_quorum() -> None:
+def test_only_voters_count_for_a_quorum() -> None:
     scheduler, (a, b, c), _ = started(3, replicas=1)
     extra = join(scheduler, "x")
     view = scheduler.view
@@ -72,17 +72,17 @@ def test_no_server_joins_a_chain_before_it_is_informed() -> None:
     b.prepares = False
     scheduler.fill(b)
     assert a.views.prepared is not None
-    assert a.views.prepared.order == proposed(scheduler)[-1]  # the only voter has it
+    assert a.views.prepared.order == proposed(scheduler)[-1]  # the only voter has the view
     assert scheduler.view is view
     b.prepares = True
     scheduler.rejoin(b)
     assert holders(scheduler.view, b)
 
 
-def test_a_view_by_which_a_server_joins_does_not_wait_for_it() -> None:
+def test_a_view_does_not_wait_for_the_server_that_joins_by_it() -> None:
     scheduler, _, _ = started(1)
     b = join(scheduler, "b", prepares=False)
-    assert b.incarnation in scheduler.view.servers  # it has no rows to lose yet
+    assert b.incarnation in scheduler.view.servers  # the server has no rows yet
 
 
 def test_a_proposal_is_replaced_when_servers_change() -> None:
@@ -99,10 +99,10 @@ def test_a_proposal_is_replaced_when_servers_change() -> None:
     assert second.version >= first.version
     for node in (a, b):
         assert node.wire is not None
-        scheduler.tell(MessageReceived(node.wire, messages.Prepared(first.term, first.epoch)))
+        scheduler.handle(MessageReceived(node.wire, messages.Prepared(first.term, first.epoch)))
     assert scheduler.view is view
     assert a.wire is not None
-    scheduler.tell(MessageReceived(a.wire, messages.Prepared(second.term, second.epoch)))
+    scheduler.handle(MessageReceived(a.wire, messages.Prepared(second.term, second.epoch)))
     assert scheduler.view is second
     assert scheduler.view.servers.keys() == {a.incarnation, b.incarnation, x.incarnation}
 
@@ -116,19 +116,19 @@ def test_a_proposal_is_kept_when_only_workers_come_and_go() -> None:
     view, scheduler.sent_instructions = scheduler.last(events.Prepare).view, []
     v = scheduler.register(worker("v"))
     scheduler.kill(w)
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     assert scheduler.all(events.Prepare) == scheduler.all(events.Publish) == []
     assert v.member is None
     a.prepares = True
     assert a.wire is not None
-    scheduler.tell(MessageReceived(a.wire, messages.Prepared(view.term, view.epoch)))
+    scheduler.handle(MessageReceived(a.wire, messages.Prepared(view.term, view.epoch)))
     assert published(scheduler)[0] == view.order
-    # The waiting changes come together: the next view has all of them.
+    # The next view has all waiting changes.
     assert [member.node for member in scheduler.view.members] == ["s0", "v"]
     assert v.member is not None
 
 
-def test_a_proposal_of_which_nothing_is_left_is_dropped() -> None:
+def test_a_proposal_without_remaining_changes_is_dropped() -> None:
     scheduler, (a, b), _ = started(2, replicas=1)
     view = scheduler.view
     for node in (a, b):
@@ -139,15 +139,15 @@ def test_a_proposal_of_which_nothing_is_left_is_dropped() -> None:
     b.prepares = True
     scheduler.wake(b)
     assert a.wire is not None
-    scheduler.tell(MessageReceived(a.wire, messages.Prepared(dropped.term, dropped.epoch)))
+    scheduler.handle(MessageReceived(a.wire, messages.Prepared(dropped.term, dropped.epoch)))
     assert scheduler.view is view
-    # A member may have it, so the next view is newer.
+    # A member may have prepared the proposal, so the next view is newer.
     scheduler.register(worker("w"))
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     assert scheduler.view.order > dropped.order
 
 
-def test_a_reported_fill_counts_also_for_the_next_proposal() -> None:
+def test_a_reported_fill_is_kept_in_the_next_proposal() -> None:
     scheduler, (a, b), _ = started(2, replicas=1)
     c = join(scheduler, "c")
     moving = sum(group.buckets for group in scheduler.view.groups if group.filling == c.incarnation)
@@ -170,10 +170,10 @@ def test_a_fill_of_a_silent_server_is_planned_again_when_it_returns() -> None:
     view = scheduler.view
     moving = sum(group.buckets for group in view.groups if group.filling == b.incarnation)
     b.is_silent = True
-    scheduler.fill(b)  # its last message, without a preparation
+    scheduler.fill(b)  # the last message of the server; it prepares no view
     assert scheduler.view is view
     a.prepares = False
-    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)  # it must leave
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)  # the server must leave
     assert b.incarnation not in scheduler.last(events.Prepare).view.servers
     assert scheduler.view is view
     a.prepares = True
@@ -185,7 +185,7 @@ def test_a_fill_of_a_silent_server_is_planned_again_when_it_returns() -> None:
 
 
 def test_a_fill_of_a_silent_server_blocks_no_view() -> None:
-    """As a member it would have to prepare the view, although the server that filled it is silent too."""
+    """The filled server does not become a member: it would have to prepare the view, but it is silent."""
     scheduler, (a, b), (w,) = started(2, 1)
     c = join(scheduler, "c")
     a.is_silent = c.is_silent = True
@@ -209,7 +209,7 @@ def test_a_server_dies_before_the_fill() -> None:
 
 
 def test_the_death_of_a_filling_server_loses_nothing() -> None:
-    """The report holds, although its view is not committed yet."""
+    """The reported fill is valid, although the view without the fill is not committed yet."""
     scheduler, (a,), _ = started(1)
     b = join(scheduler, "b")
     moving = sum(group.buckets for group in scheduler.view.groups if group.filling == b.incarnation)
@@ -265,7 +265,7 @@ def test_a_returning_server_is_requested_again_to_prepare() -> None:
     x.prepares = True
     assert x.wire is not None
     x.wire.cut()
-    scheduler.register(x)  # not welcomed yet, so it registers again
+    scheduler.register(x)  # the server was not welcomed yet, so it registers again
     assert scheduler.all(events.Prepare) == [events.Prepare((x.wire,), preparation.view)]
     assert x.member is None
     b.prepares = True
@@ -278,7 +278,7 @@ def test_a_view_with_only_new_workers_needs_no_preparation() -> None:
     a.prepares = False
     scheduler.sent_instructions = []
     w = scheduler.register(worker("w"))
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     assert scheduler.all(events.Prepare) == []
     assert w.member is not None
 
@@ -296,11 +296,11 @@ def test_a_worker_is_removed_only_by_a_view_of_enough_servers() -> None:
     assert scheduler.view.excludes(v.incarnation)
 
 
-def test_versions_rise_only_with_the_chains() -> None:
+def test_only_changed_chains_raise_the_version() -> None:
     scheduler, (a, b), _ = started(2, 1, replicas=1)
     versions = [scheduler.view.version]
     scheduler.register(worker("v"))
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     versions.append(scheduler.view.version)
     join(scheduler, "x")
     versions.append(scheduler.view.version)

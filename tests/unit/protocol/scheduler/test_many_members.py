@@ -19,7 +19,7 @@ NUM_SERVERS = 4
 
 
 class Cluster:
-    """A scheduler, four servers and many workers, which answer at once."""
+    """A scheduler, four servers and many workers. The members answer immediately."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -33,7 +33,7 @@ class Cluster:
         self.sent: list[object] = []
 
     def do(self, instructions: list[events.Instruction]) -> None:
-        """Carry out instructions, with the answers of members."""
+        """Execute instructions, and deliver the answers of members."""
         for instruction in instructions:
             if isinstance(instruction, SendMessage):
                 self.sent.append(instruction.message)
@@ -47,7 +47,7 @@ class Cluster:
         self.do(self.core.receive(peer, message, MessageNumbers(1), self.time_s))
 
     def join(self) -> None:
-        """Register all processes: workers first, when no cluster exists, then servers, then more workers."""
+        """Register some workers before a cluster exists, then the servers, and then more workers."""
         names = [f"w{number}" for number in range(self.num_workers // 2)]
         names += [f"s{number}" for number in range(NUM_SERVERS)]
         names += [f"v{number}" for number in range(self.num_workers - self.num_workers // 2)]
@@ -60,7 +60,7 @@ class Cluster:
         self.do(self.core.handle(events.Flush(), self.time_s))
 
     def lose_workers(self) -> None:
-        """Lose a tenth of the workers at one time: their heartbeats end."""
+        """Stop the heartbeats of a tenth of the workers."""
         for name in [name for name in self.members if name.startswith("v")][: self.num_workers // 10]:
             del self.members[name]
         self.pass_time(self.members)
@@ -68,7 +68,7 @@ class Cluster:
     def restart(self) -> None:
         """Replace the scheduler; all members rejoin. Half of the members rejoin after the deadline."""
         self.start_scheduler(replaces=True)
-        members = sorted(self.members.items(), reverse=True)  # without servers in the first half
+        members = sorted(self.members.items(), reverse=True)  # the first half has no servers
         for number, (name, state) in enumerate(members):
             peer = f"{name}/2"
             self.core.connected(peer)
@@ -76,7 +76,7 @@ class Cluster:
             self.receive(peer, Heartbeat())
             if number == len(members) // 2:
                 self.pass_time()
-        for _ in range(2):  # the decision to request promises, and the take-over
+        for _ in range(2):  # decide to request promises, and take over
             self.do(self.core.handle(events.Flush(), self.time_s))
 
     def pass_time(self, peers: Iterable[str] = ()) -> None:
@@ -109,14 +109,14 @@ def phases(num_workers: int) -> dict[str, float]:
 
 
 def test_four_times_the_members_need_less_than_eight_times_the_work() -> None:
-    """A quadratic cost would be 16 times."""
+    """A quadratic cost would be 16 times as high."""
     small, large = ([phases(size) for _ in range(3)] for size in (400, 1600))
     for name in small[0]:
         assert min(run[name] for run in large) < 8 * min(run[name] for run in small), name
 
 
-def test_members_receive_changes_and_no_views() -> None:
-    """Only a welcome and a first view contain all chains; servers that join at one time share one change."""
+def test_members_receive_changes_instead_of_complete_views() -> None:
+    """Only a welcome and a first view contain all chains. Servers that join together are in one change."""
     cluster = Cluster(100)
     cluster.join()
     changes = [message for message in cluster.sent if isinstance(message, ViewChange)]

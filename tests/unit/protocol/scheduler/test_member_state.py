@@ -20,12 +20,12 @@ def test_a_prepared_view_is_acknowledged_and_applied_at_the_commit() -> None:
     assert state.take(first) == (first, None)
     assert state.take(messages.PrepareView(second)) == (None, messages.Prepared(1, 2))
     assert state.views.committed is first
-    assert state.take(messages.CommitView(1, 1)) == (None, None)  # it has that view
+    assert state.take(messages.CommitView(1, 1)) == (None, None)  # the member already has this view
     assert state.take(messages.CommitView(1, 2)) == (second, None)
     assert state.take(first) == (None, None)  # an old view
 
 
-def test_nothing_of_a_term_below_a_promise_is_prepared() -> None:
+def test_a_member_prepares_no_view_of_a_term_below_its_promise() -> None:
     state = MemberState()
     state.take(view(1))
     assert state.take(messages.Promise(3)) == (None, messages.Promised(3))

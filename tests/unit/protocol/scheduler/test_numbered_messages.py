@@ -1,4 +1,4 @@
-"""Messages to the scheduler arrive once, also at another scheduler."""
+"""The scheduler, or its successor, processes each message once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_received_messages_are_not_resent() -> None:
 
 
 def test_messages_possibly_missing_at_the_new_scheduler_are_resent() -> None:
-    """The scheduler may have taken over with the facts that the process sent on an earlier connection."""
+    """The scheduler may have taken over with data that the process sent on an earlier connection."""
     end = MemberEnd()
     end.add("call", answer="call")
     end.add("told before")
@@ -52,18 +52,18 @@ def test_a_message_has_its_number_and_the_lowest_pending_call() -> None:
         MessageNumbers(1, 1, 1), MessageNumbers(0, 2, 1), MessageNumbers(0, 0, 1)
     ]  # fmt: skip
     end.take(1)
-    assert end.numbers(sent[1]).lowest == 4  # no call below the next one waits
+    assert end.numbers(sent[1]).lowest == 4  # all earlier calls have replies
 
 
 @pytest.mark.parametrize(("progress", "is_kept"), [({}, False), ({"examples": 1.0}, True)])
-def test_a_sign_of_life_is_kept_if_it_shows_progress(progress: dict[str, float], is_kept: bool) -> None:
+def test_an_unsent_heartbeat_with_progress_is_kept(progress: dict[str, float], is_kept: bool) -> None:
     end = MemberEnd()
     message = end.add(Heartbeat(progress=progress))
     assert message.is_numbered == is_kept
     assert end.since(0) == [message] * is_kept
 
 
-def test_of_signs_of_life_the_newest_is_kept() -> None:
+def test_only_the_newest_heartbeat_is_kept() -> None:
     end = MemberEnd()
     end.add(Heartbeat(progress={"examples": 1.0}))
     kept = end.add(LeaseDone(job=1, lease=0))

@@ -13,7 +13,7 @@ from .toys import group
 
 
 class Offers:
-    """A publication, to which views are offered."""
+    """A publication that receives proposals of views."""
 
     def __init__(self, replicas: int = 0, salt: int = 5) -> None:
         self.publication = Publication(replicas, salt)
@@ -27,7 +27,7 @@ class Offers:
         released: Collection[int] = (),
         ended: Collection[int] = (),
     ) -> Step:
-        """Offer the planner's proposal: another version if the chains differ."""
+        """Offer the planner's proposal; it has another version if the chains differ."""
         if groups != self.last:
             self.last, self.version = groups, self.version + 1
         servers = {server for one in groups for server in (*one.members, one.filling) if server is not None}
@@ -59,7 +59,7 @@ def committed(step: Step) -> View:
     return step.view
 
 
-def test_the_first_view_is_committed_at_once() -> None:
+def test_the_first_view_is_committed_immediately() -> None:
     assert not Publication(0, 5).is_established
     offers = Offers()
     first = offers.begin(group(1, 2))
@@ -83,7 +83,7 @@ def test_new_workers_need_no_preparation() -> None:
     assert [member.incarnation for member in view.members] == [1, 7, 8]
 
 
-def test_everything_else_is_prepared_first() -> None:
+def test_other_changes_are_prepared_before_the_commit() -> None:
     offers = Offers()
     first = offers.begin(group(1, 2))
     view = proposed(offers.offer(group(2)))
@@ -96,7 +96,7 @@ def test_everything_else_is_prepared_first() -> None:
     assert offers.prepared(2) == [True]
     assert offers.offer(group(2)) == Committed(view, first)
     assert offers.publication.proposal is None
-    assert not offers.publication.prepared(1, *view.order)  # late
+    assert not offers.publication.prepared(1, *view.order)  # a late message
 
 
 def test_the_departure_of_a_worker_is_a_prepared_change() -> None:
@@ -104,7 +104,7 @@ def test_the_departure_of_a_worker_is_a_prepared_change() -> None:
     offers.begin(group(1))
     committed(offers.offer(group(1), workers=(7,)))
     view = proposed(offers.offer(group(1)))
-    assert (view.epoch, view.version) == (3, 1)  # the chains are the same
+    assert (view.epoch, view.version) == (3, 1)  # the chains are unchanged
     assert [member.incarnation for member in view.members] == [1]
 
 
@@ -127,19 +127,19 @@ def test_a_proposal_is_replaced_when_servers_change() -> None:
     assert view.epoch == former.epoch + 1
     assert view.version > former.version
     assert not offers.publication.prepared(2, *former.order)
-    assert offers.offer(group(3), ended={1, 2}) is None  # the former view was prepared
+    assert offers.offer(group(3), ended={1, 2}) is None  # these servers have prepared the former view
     offers.prepared(3)
     assert committed(offers.offer(group(3), ended={1, 2})) is view
 
 
-def test_a_proposal_is_dropped_when_all_is_as_before() -> None:
+def test_a_proposal_is_dropped_if_its_changes_are_undone() -> None:
     offers = Offers()
     first = offers.begin(group(1, 2))
     view = proposed(offers.offer(group(2)))
     assert offers.offer(group(1, 2)) is None
     assert offers.publication.proposal is None
     assert offers.publication.committed is first
-    # But a member may have prepared it, so the next view is newer.
+    # A member may have prepared the proposal, so the next view is newer.
     assert committed(offers.offer(group(1, 2), workers=(7,))).epoch == view.epoch + 1
 
 
@@ -149,7 +149,7 @@ def test_ended_servers_need_not_reply_but_released_servers_must() -> None:
     proposed(offers.offer(group(3), released={1, 2}))
     assert offers.offer(group(3), released={1, 2}) is None
     offers.prepared(3)
-    assert offers.offer(group(3), released={1, 2}) is None  # the remaining servers have it, and are no quorum
+    assert offers.offer(group(3), released={1, 2}) is None  # the remaining servers have the view, but are no quorum
     offers.prepared(1)
     committed(offers.offer(group(3), released={1, 2}))
     offers = Offers()
@@ -168,7 +168,7 @@ def test_a_takeover_raises_the_term_and_skips_possible_epochs() -> None:
     assert offers.publication.committed is latest
     is_established = [offers.publication.is_established]
     offers.last, offers.version = latest.groups, latest.version + VERSION_GAP
-    view = proposed(offers.offer(group(1, 2)))  # the view is the same, but no member knows its term
+    view = proposed(offers.offer(group(1, 2)))  # the contents are unchanged, but the term is new to all members
     assert view.term == offers.publication.term
     assert view.epoch > latest.epoch + VERSION_GAP
     assert view.version == latest.version + VERSION_GAP
@@ -185,5 +185,5 @@ def test_two_successors_of_one_scheduler_have_different_terms() -> None:
         terms.append(term_after(latest.term, salt))
     assert len(set(terms)) == 3
     assert min(terms) > latest.term
-    # The next order is higher than all of them, with any salt.
+    # The next order is higher than all these orders, with any salt.
     assert term_after(min(terms), salt=0) > max(terms)

@@ -39,7 +39,7 @@ SPEC = JobSpec(description=b"do", files=(2,), epochs=1, assignment="first-come")
 
 
 class Run:
-    """A core, its time, and all that it has sent to each peer."""
+    """A core, its time, and the messages that it has sent to each peer."""
 
     def __init__(self, settings: SchedulerSettings = SETTINGS, **options: Any) -> None:
         self.core = SchedulerCore(settings, num_buckets=8, **options)
@@ -65,7 +65,7 @@ class Run:
         return [send.message for send in self.sent.get(peer, [])[before:]]
 
     def prepare(self, peer: str) -> None:
-        """Acknowledge the last view that a server was sent to be prepared."""
+        """Acknowledge the last view that the scheduler requested a server to prepare."""
         views = [send.message.view for send in self.sent[peer] if isinstance(send.message, PrepareView)]
         self.receive(peer, Prepared(views[-1].term, views[-1].epoch))
 
@@ -74,7 +74,7 @@ class Run:
 
 
 def started() -> Run:
-    """A cluster of one server "s" and one worker "w"."""
+    """Return a cluster of one server "s" and one worker "w"."""
     run = Run()
     (server,) = run.receive("s", Register(node="s", role=Role.SERVER, address="s"), 1)
     assert isinstance(server, Welcome)
@@ -82,7 +82,7 @@ def started() -> Run:
     run.handle(events.Flush())
     (welcome,) = [send.message for send in run.sent["w"]]
     assert (welcome.rank, welcome.settings, welcome.received) == (0, SETTINGS, 0)
-    assert [member.node for member in welcome.view.members] == ["s"]  # workers receive the servers only
+    assert [member.node for member in welcome.view.members] == ["s"]  # workers receive only the servers of a view
     return run
 
 
@@ -122,7 +122,7 @@ def test_a_reconnecting_member_receives_the_replies_again() -> None:
     assert isinstance(news, JobNews)
 
 
-def test_news_of_a_job_are_sent_together() -> None:
+def test_changes_of_a_job_are_sent_in_one_message() -> None:
     run = started()
     run.receive("poster", PostJob(spec=SPEC), 1, 1)
     run.receive("w", TakeLease(job=1, wait=False), 2, 2)
@@ -177,7 +177,7 @@ def test_requests_wait_until_the_cluster_is_recovered() -> None:
     assert any(isinstance(instruction, events.TakenOver) for instruction in run.instructions)
 
 
-def test_the_end_is_sent_to_every_process() -> None:
+def test_every_process_receives_the_end_of_the_cluster() -> None:
     run = started()
     assert run.receive("poster", EndCluster(), 1, 1)[-1] is None
     assert events.ClusterEnded() in run.instructions
@@ -200,7 +200,7 @@ def test_a_member_leaves() -> None:
 def test_requests_about_tables_are_served_by_the_runtime() -> None:
     run = started()
     run.receive("w", "a request", 2, 2)
-    run.receive("w", "a request", 2, 2)  # repeated before its answer
+    run.receive("w", "a request", 2, 2)  # the call is repeated before its answer
     (serve,) = [instruction for instruction in run.instructions if isinstance(instruction, events.ServeRequest)]
     (send,) = run.core.reply(serve.call, "an answer")  # type: ignore[arg-type]
     assert send == SendMessage("w", "an answer", 2, 2)

@@ -1,4 +1,4 @@
-"""A session: each message counts once and each call gets a reply, with any number of broken connections."""
+"""Each message of a session is processed once, and each call gets a reply, even if connections break."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def test_a_call_repeated_before_the_reply_has_one_reply() -> None:
     assert session.answer(1, error) == [SendMessage("peer", error, 1, 1)]
 
 
-def test_an_answer_is_stored_until_it_is_known_to_be_received() -> None:
+def test_a_reply_is_stored_until_its_receipt_is_acknowledged() -> None:
     session = Session("peer")
     for number in (1, 2):
         session.end.receive(number, 1)
         session.answer(number, number)
     session.peer = None
     session.end.receive(3, 1)
-    assert session.answer(3, 3) == []  # it waits for the process
+    assert session.answer(3, 3) == []  # the reply waits for the process
     session.peer = "another"
     assert [(send.peer, send.request) for send in session.repeat_all()] == [("another", number) for number in (1, 2, 3)]
     session.end.receive(0, 3)
     assert [send.request for send in session.repeat_all()] == [3]
 
 
-def test_a_message_without_a_number_is_new_every_time() -> None:
+def test_every_message_without_a_number_is_new() -> None:
     session = Session("peer")
     assert [session.end.receive(0, 0) for _ in range(2)] == [True, True]
     assert session.end.received == 0
 
 
-def test_the_oldest_answers_are_forgotten_first() -> None:
+def test_the_oldest_replies_are_dropped_first() -> None:
     session = Session("peer")
     for number in range(1, 301):
         session.end.receive(number, 1)
@@ -104,8 +104,8 @@ def test_a_request_to_join_is_answered_once() -> None:
 
 
 @given(seed=st.integers(0, 2**32), lossy=st.floats(0, 0.4))
-def test_everything_counts_once_and_every_call_is_answered(seed: int, lossy: float) -> None:
-    """Connections break with all messages in flight; both ends continue."""
+def test_every_message_is_processed_once_and_every_call_gets_a_reply(seed: int, lossy: float) -> None:
+    """Connections break and lose all messages in flight. Both ends continue the session."""
     random = Random(seed)
     up: deque[SentMessage] = deque()
     down: deque[SendMessage] = deque()

@@ -1,4 +1,4 @@
-"""Views: members that must have prepared a view before it takes effect, and the views that a member keeps."""
+"""Views: the members that must prepare a view before its commit, and the views that a member stores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def member(incarnation: int, role: Role = Role.SERVER) -> Member:
 
 
 def view(*groups: ChainGroup, servers: tuple[int, ...] = (), workers: tuple[int, ...] = (), epoch: int = 1) -> View:
-    """Return a view of these chains, with their servers, other servers, and workers."""
+    """Return a view of these chains, with the servers of the chains, other servers, and workers."""
     named = {incarnation for one in groups for incarnation in (*one.members, one.filling) if incarnation is not None}
     members = [member(incarnation) for incarnation in sorted({*named, *servers})]
     members += [member(worker, Role.WORKER) for worker in workers]
@@ -39,11 +39,11 @@ def test_contents_of_a_view() -> None:
     seen = view(group(1, 2), group(3, filling=4, buckets=2), servers=(5,), workers=(7, 8))
     assert seen.order == (1, 1)
     assert seen.servers == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
-    assert seen.voters == {1, 2, 3}  # without the server that is being filled
+    assert seen.voters == {1, 2, 3}  # a server that is being filled is no voter
     assert not seen.excludes(1)
     assert not seen.excludes(8)
     assert seen.excludes(9)
-    assert not seen.excludes(101)  # it is newer than the view
+    assert not seen.excludes(101)  # the incarnation is newer than the view
 
 
 def test_a_view_without_workers_excludes_no_member() -> None:
@@ -70,13 +70,13 @@ def test_new_workers_need_no_votes(after: View, is_more: bool) -> None:
     assert after.only_adds_workers(view(group(1), workers=(7,))) == is_more
 
 
-def test_quorums_by_example() -> None:
+def test_sizes_of_quorums() -> None:
     assert [commit_quorum(voters, 0) for voters in range(6)] == [0, 1, 1, 2, 2, 3]
     assert [commit_quorum(voters, 2) for voters in range(6)] == [0, 1, 1, 1, 2, 3]
     # A takeover needs a majority, or more than the number of tolerated failures.
     needed = {voters: next(n for n in range(9) if may_take_over(range(voters), (), range(n), 1)) for voters in range(6)}
     assert needed == {0: 0, 1: 1, 2: 2, 3: 2, 4: 3, 5: 3}
-    # An ended voter is not awaited, and does not count.
+    # An ended voter is not awaited, and is not counted.
     assert not may_commit({1, 2, 3}, {3}, {3}, 0)
     assert may_commit({1, 2, 3}, {1, 3}, {2}, 0)
     assert not may_commit({1, 2, 3}, {1, 3}, {1, 3}, 0)
@@ -86,7 +86,7 @@ def test_quorums_by_example() -> None:
 
 
 def test_a_commit_and_a_takeover_have_a_common_voter() -> None:
-    """Each side may have a list of ended voters, and none of these voters was with the other side."""
+    """Each side has its own list of ended voters. A listed voter has neither prepared the view nor returned."""
     num_cases = 0
     for num_voters, replicas in product(range(1, 10), range(5)):
         voters = range(num_voters)
@@ -120,7 +120,7 @@ def test_an_ended_voter_may_have_been_with_the_successor() -> None:
 @pytest.mark.parametrize("replicas", range(4))
 @pytest.mark.parametrize("num_voters", range(1, 8))
 def test_the_number_of_tolerated_failures_equals_the_number_of_replicas(num_voters: int, replicas: int) -> None:
-    """The remaining servers can commit, with any number of servers."""
+    """With any number of servers, the remaining servers can commit a view."""
     num_left = max(num_voters - replicas, 1)
     assert may_commit(range(num_voters), (), range(num_left), replicas)
     assert may_commit(range(num_voters), range(num_left, num_voters), range(num_left), replicas)
@@ -145,17 +145,17 @@ def test_a_proposal_is_sent_to_the_servers_of_both_views() -> None:
     assert one.audience == {1, 2, 3}
 
 
-def test_a_proposal_is_accepted_by_a_quorum_of_the_voters_before_it() -> None:
+def test_a_proposal_needs_a_quorum_of_the_voters_of_the_previous_view() -> None:
     one = proposal(view(group(1, 2, 3), servers=(4, 5)), view(group(1, 2), servers=(4, 5)))
-    one.prepared |= {3, 4, 5}  # 4 and 5 had nothing
+    one.prepared |= {3, 4, 5}  # servers 4 and 5 had no bucket
     assert not one.is_accepted(())
-    assert not one.is_accepted({3})  # an ended voter does not count
+    assert not one.is_accepted({3})  # an ended voter is not counted
     assert one.is_accepted({1, 2})
     one.prepared.add(1)
     assert one.is_accepted(())
 
 
-def test_no_member_gains_a_bucket_without_the_view() -> None:
+def test_a_member_must_have_the_view_to_gain_a_bucket() -> None:
     one = proposal(view(group(1, filling=2)), view(group(1, 2)))
     one.prepared.add(1)
     assert not one.is_accepted(())
@@ -165,28 +165,28 @@ def test_no_member_gains_a_bucket_without_the_view() -> None:
     assert not proposal(view(group(1, filling=2)), view(group(2))).is_accepted({1})
 
 
-def test_departing_members_do_not_count_for_a_proposal() -> None:
+def test_departing_members_are_not_counted_for_a_proposal() -> None:
     committed = view(group(1, 2, 3))
     one = proposal(committed, view(group(3)), 1, 2)
     one.prepared |= {1, 2}
     assert not one.is_accepted(())
     one.prepared.add(3)
-    assert one.is_accepted(())  # no more votes than those of the remaining servers are possible
-    # A leaving server removes one voter for a takeover without this view. The takeover then needs both other voters, so
-    # one of them has the view.
+    assert one.is_accepted(())  # only the remaining servers can vote
+    # A leaving server cannot vote for a takeover without this view. The takeover needs both other voters, and at least
+    # one voter has the view.
     two = proposal(committed, view(group(2, 3)), 1)
     two.prepared |= {1, 2}
     assert two.is_accepted(())
     assert may_take_over(committed.voters, (), {2, 3}, 0)
     assert not any(may_take_over(committed.voters, (), {server}, 0) for server in (2, 3))
-    # If all servers leave with this view, no remaining server could have it.
+    # If all servers leave with this view, no remaining server can have prepared it.
     three = proposal(committed, view(group()), 1, 2, 3)
     assert not three.is_accepted(())
     three.prepared |= {1, 2}
     assert three.is_accepted(())
 
 
-def test_a_member_applies_committed_views_and_stores_prepared_ones() -> None:
+def test_a_member_applies_committed_views_and_stores_prepared_views() -> None:
     known: KnownViews = KnownViews()
     first, second, third = (view(group(1), epoch=epoch) for epoch in (1, 2, 3))
     assert KnownViews().newest is None
@@ -196,18 +196,18 @@ def test_a_member_applies_committed_views_and_stores_prepared_ones() -> None:
     assert [known.committed, known.prepared, known.newest] == [first, second, second]
     assert known.prepare(second)  # again, because the first reply may be lost
     assert known.commit(third)
-    assert not known.commit(second)  # it arrived late
+    assert not known.commit(second)  # the message arrived late
     assert [known.committed, known.prepared, known.newest] == [third, second, third]
 
 
-def test_a_member_prepares_nothing_of_a_superseded_scheduler() -> None:
+def test_a_member_prepares_no_view_of_a_superseded_scheduler() -> None:
     known: KnownViews = KnownViews()
     known.commit(view(group(1), epoch=5))
     later = replace(view(group(1), epoch=3), term=2)
     assert known.prepare(later)
     assert not known.prepare(view(group(1), epoch=9))
     assert known.newest is later
-    assert known.commit(view(group(1), epoch=9))  # it was committed, before the later one
+    assert known.commit(view(group(1), epoch=9))  # this view was committed before the later view
     assert known.newest is later
     other: KnownViews = KnownViews()
     other.commit(later)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Wire:
-    """A connection of a node to a scheduler. Undelivered messages are lost when it breaks."""
+    """A connection of a node to a scheduler. If it breaks, undelivered messages are lost."""
 
     def __init__(self, node: Node, scheduler: Scheduler) -> None:
         self.node = node
@@ -45,7 +45,7 @@ class Wire:
         self.to_node.popleft()()
 
     def cut(self) -> None:
-        """Break."""
+        """Break the connection."""
         if self.is_open:
             self.is_open = False
             self.to_scheduler.clear()
@@ -74,13 +74,13 @@ class Node:
         self.is_silent = False
         """Whether the process is stopped: it sends and receives nothing, although it lives and is connected."""
         self.has_worked = False
-        """Whether it received shards of a job."""
+        """Whether the process has received shards of a job."""
         self.prepares = True
-        """Whether it stores the views that it is requested to prepare, and replies."""
+        """Whether the process prepares views on request."""
         self.has_prepared: set[tuple[int, int]] = set()
-        """The orders of all views that it ever prepared."""
+        """The orders of all views that the process has prepared."""
         self.fate: object = None
-        """The message that ended it: Expel, ReleaseServer or Reject."""
+        """The message that ended the process: Expel, ReleaseServer or Reject."""
 
     @property
     def incarnation(self) -> int:
@@ -92,13 +92,13 @@ class Node:
         self.wire.to_scheduler.append(MessageReceived(self.wire, message))
 
     def registration(self) -> messages.Register:
-        """The message of a process that is not yet a member."""
+        """Return the message of a process that is not yet a member."""
         return messages.Register(
             node=self.name, role=self.role, rank=self.rank, address=self.name, is_extra=self.is_extra
         )
 
     def returned(self) -> messages.Rejoin:
-        """The report of a member to a new scheduler."""
+        """Return the report of a member to a new scheduler."""
         assert self.member is not None
         assert self.views.newest is not None
         return messages.Rejoin(
@@ -140,7 +140,7 @@ class Scheduler:
         self.wires: list[Wire] = []
         self.sent_instructions: list[events.Instruction] = []
         self.must_decide = False
-        """Whether the core, which is recovering, has requested a Flush."""
+        """Whether the recovering core has requested a Flush."""
         self.on_commit: Callable[[Scheduler, View, View], None] = lambda scheduler, former, view: None
 
     # Actions of tests.
@@ -154,7 +154,7 @@ class Scheduler:
 
     @property
     def notes(self) -> list[str]:
-        """The messages for the operator of the cluster."""
+        """Return the messages for the operator of the cluster."""
         return [note.text for note in self.all(events.NotifyOperator)]
 
     @property
@@ -162,7 +162,7 @@ class Scheduler:
         return self.core.committed
 
     def member(self, node: Node) -> Member | None:
-        """The scheduler's identity of a node."""
+        """Return the member that a node is for this scheduler."""
         return None if node.member is None else self.core.membership.find(node.incarnation)
 
     # Execution of the core's instructions.
@@ -217,8 +217,8 @@ class Scheduler:
 
     # Delivery of all messages in flight.
 
-    def settle(self) -> None:
-        """Deliver until there is nothing to be delivered, and let a recovering scheduler decide."""
+    def deliver_all(self) -> None:
+        """Deliver messages until none is in flight, also the messages of a recovering scheduler's decision."""
         while True:
             while busy := self._busy():
                 for wire in busy:
@@ -235,15 +235,15 @@ class Scheduler:
         return [wire for wire in self.wires if wire.to_scheduler or (wire.to_node and not wire.node.is_silent)]
 
     def wake(self, *nodes: Node) -> None:
-        """Resume silent nodes, with all messages that arrived in the meantime."""
+        """Resume silent nodes, and deliver all messages that arrived meanwhile."""
         for node in nodes:
             node.is_silent = False
             if node.wire is not None:
                 self.feed(MessageReceived(node.wire, messages.Heartbeat()))
-        self.settle()
+        self.deliver_all()
 
     def connect(self, node: Node) -> Wire:
-        """Connect a node, which breaks its connection to any other scheduler."""
+        """Connect a node, and break its former connection."""
         if node.wire is not None:
             node.wire.cut()
         wire = node.wire = Wire(node, self)
@@ -254,21 +254,21 @@ class Scheduler:
         node.rank, node.is_extra = rank, is_extra
         self.connect(node)
         node.send(node.registration())
-        self.settle()
+        self.deliver_all()
         return node
 
     def rejoin(self, *nodes: Node) -> None:
-        """Connect nodes of this or another cluster."""
+        """Connect members of this or another cluster, and deliver their reports."""
         for node in nodes:
             self.connect(node)
             node.send(node.returned())
-            self.settle()
+            self.deliver_all()
 
-    def tell(self, *received: events.Event) -> None:
-        """Feed events, and process all consequences."""
+    def handle(self, *received: events.Event) -> None:
+        """Feed events. After each event, deliver all messages."""
         for event in received:
             self.feed(event)
-            self.settle()
+            self.deliver_all()
 
     def kill(self, *nodes: Node, is_known: bool = True) -> None:
         """Kill processes; with `is_known` the kernel of their host reports their end."""
@@ -279,24 +279,24 @@ class Scheduler:
         for node in nodes:
             if is_known:
                 self.feed(events.ProcessEnded(node.incarnation))
-        self.settle()
+        self.deliver_all()
 
     def leave(self, node: Node) -> None:
         node.send(messages.Leave())
-        self.settle()
+        self.deliver_all()
 
     def drain(self, *nodes: Node) -> None:
         for node in nodes:
             node.is_leaving = True
             node.send(messages.Drain())
-            self.settle()
+            self.deliver_all()
 
     def fill(self, target: Node | int, buckets: int | None = None, *, version: int | None = None) -> None:
-        """Report that a server has all buckets that it is filled with in the committed view, or these buckets."""
+        """Report a completed fill of a server: of `buckets`, or of all its buckets in the committed view."""
         server = target if isinstance(target, int) else target.incarnation
         mask = sum(group.buckets for group in self.view.groups if group.filling == server)
         version = self.view.version if version is None else version
-        self.tell(filled(version, server, mask if buckets is None else buckets), events.Flush())
+        self.handle(filled(version, server, mask if buckets is None else buckets), events.Flush())
 
     def fill_all(self) -> None:
         """Finish all fills, one after the other."""
@@ -316,7 +316,7 @@ class Scheduler:
                     heartbeat = messages.Heartbeat(unreachable=(unreachable or {}).get(wire.node.name, ()))
                     self.feed(MessageReceived(wire, heartbeat))
             self.feed(events.TimePassed())
-            self.settle()
+            self.deliver_all()
 
 
 def observer(name: str) -> Node:
@@ -334,18 +334,18 @@ def worker(name: str) -> Node:
 def started(
     num_servers: int, num_workers: int = 0, *, replicas: int = 0, **options: Any
 ) -> tuple[Scheduler, list[Node], list[Node]]:
-    """A scheduler whose cluster is formed, with its servers s0, s1, … and its workers w0, w1, …"""
+    """Return a scheduler with a formed cluster, its servers s0, s1, … and its workers w0, w1, …"""
     scheduler = Scheduler(num_servers=num_servers, replicas=replicas, **options)
     servers = [scheduler.register(server(f"s{number}")) for number in range(num_servers)]
     workers = [scheduler.register(worker(f"w{number}")) for number in range(num_workers)]
-    scheduler.tell(events.Flush())
+    scheduler.handle(events.Flush())
     assert scheduler.core.phase is Phase.LEADING
     assert all(node.member is not None for node in (*servers, *workers))
     return scheduler, servers, workers
 
 
 def chains(view: View) -> dict[int, tuple[tuple[int, ...], int | None]]:
-    """The chain of each bucket: its members, and the server that is being filled."""
+    """Return the chain of each bucket: its members, and the server that is being filled."""
     return {
         bucket: (group.members, group.filling)
         for group in view.groups
@@ -355,7 +355,7 @@ def chains(view: View) -> dict[int, tuple[tuple[int, ...], int | None]]:
 
 
 def holders(view: View, node: Node) -> int:
-    """The buckets of whose chain a node is a member."""
+    """Return the buckets that a node holds as a member of their chains."""
     return sum(group.buckets for group in view.groups if node.incarnation in group.members)
 
 
@@ -364,5 +364,5 @@ def group(*members: int, filling: int | None = None, buckets: int = 1) -> ChainG
 
 
 def filled(version: int, target: int, buckets: int) -> events.Event:
-    """Report on any connection of the primary that its successor in the chain has these buckets."""
+    """Return the primary's report that its successor in the chain has these buckets."""
     return MessageReceived(None, messages.Filled(version, target, to_bytes(buckets)))

@@ -1,4 +1,4 @@
-"""A server's core: requests, views and messages of other servers. Links and payloads are tokens."""
+"""A server's core: requests, views and messages of other servers. Tokens stand for links and payloads."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def view(
     version: int, *chains: tuple[int, ...], workers: Iterable[int] = (FIRST, SECOND), filling: int | None = None,
     epoch: int | None = None, last: int = SECOND,
 ) -> View:  # fmt: skip
-    """A view in which the buckets are dealt to these chains in equal parts."""
+    """Return a view in which these chains have equal shares of the buckets."""
     width = 4 // len(chains)
     groups = tuple(chain_group(chain, filling, (1 << width) - 1 << width * place) for place, chain in enumerate(chains))
     servers = {server for group in groups for server in in_chain(group.members, group.filling)}
@@ -87,11 +87,11 @@ class Driver:
         return found
 
     def join(self, *workers: int, clock: int = 0) -> list[Any]:
-        """Have workers take part."""
+        """Let workers join the iterations."""
         return self.feed(*(WorkerJoining(f"join {worker}", worker, worker - FIRST, clock) for worker in workers))
 
     def push(self, token: object, worker: int, sequence: int, iteration: int, buckets: int = BUCKETS) -> list[Any]:
-        """Push by the current view; return the instructions."""
+        """Push with the version of the current view; return the instructions."""
         verdict = self.core.push(worker, sequence, iteration, buckets)
         out = self.core.admit(verdict, token)
         self.core.validate()
@@ -106,7 +106,7 @@ class Driver:
 
 
 def alone(consistency: Consistency) -> Driver:
-    """A server with all buckets and no successor; two workers take part."""
+    """Return a server with all buckets and no successor; two workers take part."""
     driver = Driver(consistency)
     driver.feed(view(1, (ME,)))
     driver.join(FIRST, SECOND)
@@ -114,17 +114,17 @@ def alone(consistency: Consistency) -> Driver:
 
 
 def first_of_two(consistency: Consistency, **options: Any) -> Driver:
-    """The same with a replica."""
+    """Return a server with all buckets and one replica; two workers take part."""
     driver = Driver(consistency, replicas=1, **options)
     driver.feed(view(1, (ME, OTHER)), LinkUp(OTHER))
     driver.join(FIRST, SECOND)
     return driver
 
 
-# The time at which a request is handled.
+# Requests that are handled early, late or immediately.
 
 
-def test_everything_is_early_before_the_server_is_a_member() -> None:
+def test_requests_are_early_before_the_server_is_a_member() -> None:
     core = ServerCore(Eventual())
     assert {core.time(kind, FIRST, 0) for kind in TimingClass} == {Timing.EARLY}
     assert core.handle(view(1, (ME,))) == []
@@ -163,10 +163,7 @@ def test_a_worker_in_no_view_does_not_join() -> None:
 
 
 def test_a_workers_messages_are_handled_in_order() -> None:
-    """Its departure, by a newer view, arrived before its join.
-
-    If it were handled later, no server would wait for it.
-    """
+    """The worker's resync for a newer view is early, so its later call is early too."""
     driver = alone(Sequential())
     assert driver.core.time(TimingClass.SYNCED, FIRST, 2) is Timing.EARLY
     driver.core.early.postpone(Timing.EARLY, FIRST, "synced")
@@ -174,7 +171,7 @@ def test_a_workers_messages_are_handled_in_order() -> None:
     assert driver.core.time(TimingClass.CALL, SECOND, 0) is Timing.IMMEDIATE
 
 
-def test_an_older_view_is_left_aside() -> None:
+def test_an_older_view_is_ignored() -> None:
     driver = alone(Eventual())
     driver.feed(view(1, (ME,), epoch=5))
     assert driver.feed(view(1, (ME,), workers=(FIRST,), epoch=4)) == []
@@ -258,7 +255,7 @@ def test_requests_for_other_primaries_are_rejected() -> None:
     assert driver.feed(Read("read", FIRST, 0, buckets=BUCKETS)) == [Stale("read")]
 
 
-def test_alone_an_iteration_is_summed_and_applied_once() -> None:
+def test_a_server_without_replica_sums_and_applies_an_iteration_once() -> None:
     driver = alone(Sequential())
     assert driver.push("first", FIRST, 0, 0, 0b1) == [Acknowledge("first")]
     assert driver.fresh(FIRST, 0, 0, 0b1) == 0
@@ -268,7 +265,7 @@ def test_alone_an_iteration_is_summed_and_applied_once() -> None:
     assert driver.fresh(FIRST, 0, 0) == 0
 
 
-def test_ticked_pushes_of_a_retired_worker_count() -> None:
+def test_ticked_pushes_of_a_retired_worker_are_in_the_sum() -> None:
     driver = alone(Sequential())
     driver.feed(WorkerTicked(FIRST, 1), WorkerRetired(FIRST))
     assert driver.core.push(FIRST, 0, 0, BUCKETS).route is Route.BUFFER
@@ -304,11 +301,12 @@ def test_waiting_reads_are_refused_when_the_view_changes() -> None:
     assert driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1)) == []
 
 
-def test_a_call_counts_for_the_named_buckets_and_separately_from_pushes() -> None:
+def test_a_call_is_applied_once_per_bucket_and_separately_from_pushes() -> None:
     driver = alone(Eventual())
     caller = FIRST | CALLS
     assert Apply("call", 0b0001) in driver.push("call", caller, 7, 0, 0b0001)
-    assert Apply("rest", 0b0110) in driver.push("rest", caller, 7, 0, 0b0111)  # cut by another view, and sent again
+    # After another view, the call is resent with more buckets.
+    assert Apply("rest", 0b0110) in driver.push("rest", caller, 7, 0, 0b0111)
     assert Apply("push", BUCKETS) in driver.push("push", FIRST, 5, 0)
     assert Apply("again", 0) in driver.push("again", caller, 7, 0, 0b0111)
 
@@ -316,7 +314,7 @@ def test_a_call_counts_for_the_named_buckets_and_separately_from_pushes() -> Non
 # Chains.
 
 
-def test_with_a_replica_a_push_is_acknowledged_when_it_has_it() -> None:
+def test_a_push_is_acknowledged_when_the_replica_has_it() -> None:
     driver = first_of_two(Eventual())
     assert driver.core.push(FIRST, 0, 0, BUCKETS).route is Route.CHAIN
     assert driver.push("push", FIRST, 0, 0) == [Forward("push", OTHER, 1, BUCKETS), Apply("push", BUCKETS)]
@@ -401,7 +399,7 @@ def test_a_new_server_waits_for_the_clocks() -> None:
     assert driver.feed(StateReceived("state", OTHER, 2, 0, ())) != []
 
 
-def test_a_sum_in_flight_is_acknowledged_although_the_server_begins_later() -> None:
+def test_a_sum_in_flight_is_acknowledged_although_the_server_starts_later() -> None:
     driver = first_of_two(Sequential())
     driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1))
     out = driver.feed(view(2, (OTHER, ME, THIRD), workers=()), LinkUp(THIRD))
@@ -430,7 +428,7 @@ def test_a_fill_is_reported_when_the_chain_has_all_pending_data() -> None:
     assert driver.feed(Acknowledged(OTHER, forward.number)) == [Filled(2, OTHER, to_bytes(BUCKETS))]
 
 
-def test_a_server_in_no_chain_forgets_the_workers() -> None:
+def test_a_server_in_no_chain_drops_the_workers() -> None:
     driver = alone(Sequential())
     driver.push("push", FIRST, 0, 0)
     out = driver.feed(view(2, (OTHER,)))

@@ -19,7 +19,7 @@ drawn: Callable[[str], str] = _diagrams["drawn"]
 mermaid: Callable[[StateTable], str] = _diagrams["mermaid"]
 
 
-def test_rows_with_the_same_ends_and_instruction_are_one_arrow() -> None:
+def test_transitions_with_equal_states_and_instruction_are_one_arrow() -> None:
     table = StateTable(
         "a door",
         ("open", "shut"),
@@ -47,7 +47,7 @@ def test_rows_with_the_same_ends_and_instruction_are_one_arrow() -> None:
         (Transition("open", "Push", OUTSIDE),),
     ],
 )
-def test_an_invalid_table(rows: tuple[Transition, ...]) -> None:
+def test_an_invalid_table_is_rejected(rows: tuple[Transition, ...]) -> None:
     with pytest.raises(AssertionError):
         check_table(StateTable("a door", ("open", "shut"), rows))
 

@@ -1,4 +1,4 @@
-"""The scheduler's core follows its table of incarnations."""
+"""Check that the scheduler's core makes exactly the transitions of the state table of incarnations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .watching import Sight, Watch
 
 START_S = 100.0
 RARE = (35, 41, 133, 747, 1313, 1420, 1779, 1882, 3684)
-"""Seeds of runs that together contain the cases of fewer than one run in fifty.
+"""Seeds of runs with rare cases, which occur in fewer than one run of fifty.
 
 Other seeds are tried if this changes.
 """
@@ -33,12 +33,12 @@ class Watched(Scheduler):
     def __init__(self, watch: Watch, cluster: str, **options: int | bool) -> None:
         super().__init__(cluster, now_s=START_S, **options)
         self.watch = watch
-        self.looked_s = 0  # the time of its core's last check for overdue members
-        self.known: set[int] = set()  # the incarnations that are or were members, or are known to be none
+        self.looked_s = 0  # the time of the core's last check for overdue members
+        self.known: set[int] = set()  # incarnations that are or were members, or are certainly no members
         self.seen: dict[int, Sight] = {}
-        self.feed(events.TimePassed())  # its core's time begins
+        self.feed(events.TimePassed())  # start the time of the core
 
-    def sights(self) -> dict[int, Sight]:
+    def states(self) -> dict[int, Sight]:
         """The state of every incarnation, and the time when it is overdue."""
         due_s: dict[int, int] = {}
         for at_s in reversed(range(self.looked_s, self.looked_s + int(TIMEOUT_S) + 3)):
@@ -61,12 +61,12 @@ class Watched(Scheduler):
             cause = "give up"
         instructions_of = self.instructions_of(cause, instructions)
         if cause == "form":
-            before, self.known = {}, set()  # its incarnations are those of another cluster
+            before, self.known = {}, set()  # the incarnations belong to another cluster
         members = self.core.membership.members
         if cause == "take over":
             members += self.core.committed.members
         self.known |= {member.incarnation for member in members}
-        self.seen = self.sights()
+        self.seen = self.states()
         for incarnation, after in self.seen.items():
             former = before.get(incarnation, (OUTSIDE,))
             by, instruction = instructions_of.get(incarnation, (cause, None))
@@ -105,7 +105,7 @@ class Watched(Scheduler):
         return instructions_of
 
     def entry(self, cause: Cause, former: Sight, incarnation: int) -> Cause:
-        """Return the event by which an incarnation joins: its own event, or a view for which it waited."""
+        """Return the event by which an incarnation joins: its own event, or a view that it awaited."""
         member = self.core.membership.find(incarnation)
         assert member is not None
         if former != (OUTSIDE,):
@@ -119,7 +119,7 @@ class Watched(Scheduler):
 
 
 class Run:
-    """Several schedulers in turn, and the nodes that they know."""
+    """Several successive schedulers, and their nodes."""
 
     def __init__(self, random: Random, watch: Watch) -> None:
         self.random, self.watch = random, watch
@@ -148,17 +148,17 @@ class Run:
             self.join,
             self.fill,
             self.fill,
-            self.stop_or_go_on,
+            self.stop_or_continue,
             self.cut,
-            self.come,
-            self.come,
-            self.go,
+            self.reconnect,
+            self.reconnect,
+            self.leave,
             self.kill,
             self.doubt,
         ]
         self.random.choice(actions)()
         if self.random.random() < 0.7:
-            self.scheduler.settle()
+            self.scheduler.deliver_all()
         if self.random.random() < 0.12:
             self.restart()
 
@@ -169,11 +169,11 @@ class Run:
             one, other = self.random.sample(servers, 2)
             unreachable = {one.node: (other.incarnation,)}
         self.scheduler.pass_time(self.random.choice((1, 2, 5, 12)) * HEARTBEAT_S, unreachable=unreachable)
-        self.scheduler.tell(events.Flush())
+        self.scheduler.handle(events.Flush())
 
     def join(self) -> None:
         if len(self.living_nodes()) < 8:
-            is_silent = self.random.random() < 0.2  # it does not receive its welcome
+            is_silent = self.random.random() < 0.2  # the node does not receive its welcome
             self.start(self.random.choice(list(Role)), self.random.choice((None, None, -1, 0, 1)), is_silent=is_silent)
 
     def fill(self) -> None:
@@ -181,7 +181,7 @@ class Run:
         if filling:
             self.scheduler.fill(self.random.choice(filling))
 
-    def stop_or_go_on(self) -> None:
+    def stop_or_continue(self) -> None:
         for node in self.random.sample(
             self.living_nodes(), min(len(self.living_nodes()), self.random.choice((1, 1, 3)))
         ):
@@ -196,7 +196,7 @@ class Run:
             assert wire is not None
             wire.cut()
 
-    def come(self) -> None:
+    def reconnect(self) -> None:
         """A disconnected process reconnects."""
         lost = [node for node in self.living_nodes(connected=False) if not node.is_silent]
         if lost:
@@ -206,7 +206,7 @@ class Run:
             else:
                 self.scheduler.rejoin(node)
 
-    def go(self) -> None:
+    def leave(self) -> None:
         """Let a member leave, or a server drain."""
         node = self.random.choice(self.living_nodes(connected=True) or [None])
         if node is None or node.member is None or node.wire is None:
@@ -215,7 +215,7 @@ class Run:
             wire = node.wire
             node.is_leaving, node.is_silent = True, self.random.random() < 0.3
             self.scheduler.feed(MessageReceived(wire, messages.Drain()))
-            if self.random.random() < 0.5:  # it does not receive its release
+            if self.random.random() < 0.5:  # the server does not receive its release
                 wire.cut()
         else:
             self.scheduler.feed(MessageReceived(node.wire, messages.Leave()))
@@ -225,7 +225,7 @@ class Run:
     def kill(self) -> None:
         if self.living_nodes():
             node = self.random.choice(self.living_nodes())
-            if self.is_of_cluster(node) and self.random.random() < 0.2:  # before its connection breaks
+            if self.is_of_cluster(node) and self.random.random() < 0.2:  # reported before its connection breaks
                 self.scheduler.feed(events.ProcessEnded(node.incarnation))
             self.scheduler.kill(node, is_known=self.is_of_cluster(node) and self.random.random() < 0.7)
 
@@ -241,7 +241,7 @@ class Run:
         return node.member is not None and (node.cluster == core.name or core.phase is Phase.RECOVERING)
 
     def restart(self) -> None:
-        """Start a new scheduler, to which all nodes connect sooner or later."""
+        """Start a new scheduler. All nodes connect to it later."""
         former = self.scheduler
         if not former.core.is_established:
             return

@@ -1,4 +1,4 @@
-"""A scheduler follows the table of phases."""
+"""The transitions of a scheduler's phases follow the state table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.protocol.transitions import OUTSIDE
 from .watching import check_table
 
 
-def test_every_event_leads_to_one_phase() -> None:
+def test_every_event_has_one_next_phase() -> None:
     check_table(PHASE)
     for row in PHASE.transitions:
         if row.source != OUTSIDE:
             assert Phase(row.source).after(row.event) is Phase(row.target)
 
 
-def test_nothing_follows_on_an_impossible_event() -> None:
+def test_an_impossible_event_has_no_next_phase() -> None:
     with pytest.raises(ValueError, match="unpack"):
         Phase.SUPERSEDED.after("form")

@@ -1,4 +1,4 @@
-"""A server of chains follows its table of pushes."""
+"""Check that a server makes exactly the transitions of the state table of pushes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENDS = {Acknowledge: "acknowledged", Withhold: "withheld", RefusePush: "refused"
 
 
 class Run:
-    """One server. Every push is a token, and the instructions that name the token show its fate."""
+    """One server. Each push is a token, and the state of a push follows from the instructions with its token."""
 
     def __init__(self, random: Random, watch: Watch, min_replicas: int = 0) -> None:
         self.random, self.watch = random, watch
@@ -43,7 +43,7 @@ class Run:
         self.senders: dict[int, list[int]] = {AGGREGATE: [], 8: [], 9: []}  # incarnation → the buckets of each push
         self.weights = [scale * random.random() for scale in (0.3, 0.5, 0.5, 0.5, 0.5, 0.1, 0.05)]
         self.chains: list[list[int]] = [[]] * NUM_BUCKETS
-        self.forwards: dict[tuple[object, int], int] = {}  # token, target → the number that waits for an answer
+        self.forwards: dict[tuple[object, int], int] = {}  # token, target → the number of the unanswered message
         self.fills: list[tuple[int, int]] = []
         self.next_token = 0
 
@@ -54,7 +54,7 @@ class Run:
             self.feed(event)
 
     def give_up(self) -> None:
-        """Give up a push whose answer is withheld."""
+        """Abandon a push whose answer is withheld."""
         token = next((token for token, state in self.states.items() if state == "withheld"), None)
         if token is not None:
             self.replication.pushes.give_up(token)
@@ -90,12 +90,12 @@ class Run:
         if isinstance(event, Change) and before == "pending" and event.version == self.replication.version:
             return "left" if reply else before
         if before == OUTSIDE:
-            assert reply, "nothing became of a push"
+            assert reply, "a push has no next state"
             return "pending"
         return before
 
     def change(self) -> Event:
-        """Change to random chains, often equal chains for several buckets; this server is among their first members."""
+        """Change to random chains, often equal chains for several buckets. This server is among the first members."""
         version = self.replication.version + self.random.choice([0, 1, 1, 1, 2])
         servers: list[int] = []
         groups = []
@@ -111,7 +111,7 @@ class Run:
         return Change(version, tuple(groups))
 
     def push(self) -> Event | Pushed:
-        """Push from a client or from the previous server, with the right map or not; some pushes are repeated."""
+        """Push from a client or from the predecessor, with the current or another version; repeat some pushes."""
         self.next_token += 1
         version = self.replication.version + self.random.choice([-1, 0, 0, 0, 0, 0, 0, 1])
         incarnation = self.random.choice(sorted(self.senders))
@@ -150,7 +150,7 @@ class Run:
 
 
 def rare(run: Run) -> None:
-    """Create a rare case: some buckets of an abandoned push come again, and the other buckets have no replica."""
+    """Create a rare case: some buckets of an abandoned push are repeated, and the other buckets have no replica."""
     steady = (((ME, 2), None, 0b1), ((ME,), 3, 0b10), ((4, ME, 2), None, 0b1000), ((4, ME), 3, 0b10000))
     run.feed(Change(1, tuple(chain_group(*chain) for chain in (*steady, ((ME,), None, 0b100)))))
     for sequence, buckets in enumerate([0b101, 0b101, 0b11, 0b11, 0b111]):
@@ -160,7 +160,7 @@ def rare(run: Run) -> None:
     run.feed(Pushed("0 again", 9, 0, 0b1))
     run.feed(Forwarded("1 again", 2, 9, 1, 2, 0b1))
     run.feed(Forwarded("2 again", 2, 9, 2, 2, 0b1))
-    # The last three pushes wait for a bucket that is being sent, and its connection breaks.
+    # The last three pushes wait for a bucket in transfer when the connection breaks.
     run.feed(LinkUp(3))
     assert run.replication.next_fill(3)
     run.feed(LinkUp(2))
@@ -174,7 +174,7 @@ def rare(run: Run) -> None:
     run.feed(Forwarded("5 again", 4, 9, 5, 2, 0b1000))
     run.feed(LinkUp(3))
     left = [token for token, state in run.states.items() if state != "withheld" and not isinstance(token, str)]
-    assert not left, "a push is left"
+    assert not left, "a push is still pending"
 
 
 def half_again(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""A client follows its table of requests."""
+"""Check that a client makes exactly the transitions of the state table of requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Run:
         return isinstance(instruction, Discard) and instruction.request is self.request
 
     def step(self) -> None:
-        """Do something, and record the request's new state."""
+        """Execute a random action, and record the new state of the request."""
         match self.random.choice(["change", "connected", "stabilize", "refused", "failed", *["answered"] * 2]):
             case "change":
                 self.do("change", lambda: self.change(self.core.version + self.random.choice([0, 1, 1, 2])))
@@ -65,7 +65,7 @@ class Run:
                     self.answer(name, *found)
 
     def stabilize(self) -> None:
-        """Have server 1 answer a tick and report its stable iterations."""
+        """Answer a tick of server 1 with the number of its stable iterations."""
         tick = self.session.request(RequestKind.TICK, 5, 1)
         self.session.start(tick)
         self.session.stabilize(tick.number, self.random.choice([5, 6]))

@@ -1,4 +1,4 @@
-"""The planner follows its table of servers."""
+"""Check that the planner makes exactly the transitions of the state table of servers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Run:
         self.leaving: set[int] = set()
 
     def step(self) -> None:
-        """Do something, and record the new state of every server in every bucket."""
+        """Execute a random action, and record the new state of every server in every bucket."""
         servers = range(1, self.next_server + 1)
         before = sights(self.planner, servers)
         lost_before = lost_buckets(self.planner.groups)
@@ -73,7 +73,7 @@ class Run:
                 del self.servers[server]
         elif action == "leave" and self.servers:
             self.leaving ^= {self.random.choice(sorted(self.servers))}
-        else:  # it continues with the same chains, and receives the living members as always
+        else:  # a new planner has the same chains, and receives the living servers
             groups, version = self.planner.groups, self.planner.version
             self.planner = Planner.rebuild(groups, version, self.servers, self.replicas, self.leaving)
             return "servers_changed"

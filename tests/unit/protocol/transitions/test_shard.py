@@ -1,4 +1,4 @@
-"""The pool follows its table of shards."""
+"""Check that the pool makes exactly the transitions of the state table of shards."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NAMES = {ShardWanted: "want", Done: "finish", WorkerLost: "worker_lost", ShardCo
 
 
 class Run:
-    """Several pools in turn, of two files that are read twice. The size of the second file is unknown at first."""
+    """Several successive pools for two files that are read twice. The size of the second file is unknown at first."""
 
     def __init__(self, random: Random, watch: Watch) -> None:
         self.random, self.watch = random, watch
         self.strided = random.choice([True, False])
         self.granted: list[Granted] = []
-        self.leased: set[Key] = set()  # of this pool
+        self.leased: set[Key] = set()  # leases of this pool
         self.shards = Shards([3, None], 2, "strided" if self.strided else "first-come", 2)
         for after in self.sights().values():
             self.watch.saw((OUTSIDE,), "Shards", after)
@@ -41,7 +41,7 @@ class Run:
         return {key: found[key] if key[2] < (sizes[key[1]] or 5) else (OUTSIDE,) for key in KEYS}
 
     def step(self) -> None:
-        """Do something, and record the new state of every shard."""
+        """Execute a random action, and record the new state of every shard."""
         if self.random.random() < 0.04:
             self.restart()
             return
@@ -53,7 +53,7 @@ class Run:
         for key, after in self.sights().items():
             former = before[key]
             if key in grants:
-                if former[0] == "open":  # returned, and leased immediately to a waiting worker
+                if former[0] == "open":  # the shard was returned and immediately leased to a waiting worker
                     self.watch.saw(former, NAMES[type(event)], ("returned",))
                     former = ("returned",)
                 # The event may have enabled a reply to an earlier request.

@@ -1,4 +1,4 @@
-"""The gate follows its table of workers."""
+"""Check that the gate makes exactly the transitions of the state table of workers."""
 
 from __future__ import annotations
 

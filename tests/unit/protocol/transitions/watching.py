@@ -1,11 +1,11 @@
-"""The observed transitions of a machine, for the comparison with its table."""
+"""The observed transitions of a state machine, for the comparison with its table."""
 
 from __future__ import annotations
 
 from paceline.protocol.transitions import OUTSIDE, StateTable
 
 Sight = tuple[object, ...]
-"""The observed state of an object, and its other data that events may change."""
+"""The observed state of an object, with other data that events may change."""
 
 
 class Watch:
@@ -16,7 +16,7 @@ class Watch:
         self._seen: set[tuple[object, str, object, str]] = set()
 
     def saw(self, before: Sight, event: object, after: Sight, instruction: object = None) -> None:
-        """Record the effect of an event (or of a call, by name) on an object, and the instruction that reported it."""
+        """Record the effect of an event or call on an object, and the instruction that reported the effect."""
         if before != after or instruction is not None:
             instruction_name = "" if instruction is None else type(instruction).__name__
             name = event if isinstance(event, str) else type(getattr(event, "message", event)).__name__
