@@ -32,6 +32,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_inherit_docstrings = True
+autodoc_mock_imports = ["ray"]  # a large package
 
 html_theme = "furo"
 html_title = f"Paceline {version}"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +21,8 @@ from typing import Any
 import psutil
 from tests.warm.processes import WarmProcess
 from tests.warm.programs import MARK as MARK
+
+from paceline.temporary import pattern_of, remove_abandoned
 
 _WAIT_S = 120.0
 PROMPT_S = 20.0
@@ -192,6 +200,55 @@ def our_processes(mark: str) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue
     return found
+
+
+def wait_functions_ended(mark: str) -> None:
+    """Wait until no process of a run that calls a function is left, and check that its files can be removed."""
+
+    def left() -> list[list[str]]:
+        found = []
+        for process in our_processes(mark):
+            with contextlib.suppress(psutil.Error):
+                found.append(process.cmdline())
+        return [words for words in found if any("paceline" in word for word in words)]
+
+    wait_until(lambda: not left(), "processes are left", 10)
+    folder = Path(tempfile.gettempdir())
+    remove_abandoned(folder)  # of workers that the test has killed
+    assert not [name for name in os.listdir(folder) if re.fullmatch(pattern_of("function"), name)]
+
+
+def wait_ranks(folder: Path, num_ranks: int) -> None:
+    """Wait until the functions of :func:`make_endless` run."""
+    wait_until(lambda: len(list(folder.iterdir())) == num_ranks, "the ranks have not started")
+
+
+def make_endless(folder: Path) -> Callable[[], None]:
+    """Return a function that creates a file in the folder, and does not end. It is nested, so pickled by value."""
+
+    def live() -> None:
+        Path(folder, os.environ["RANK"]).touch()
+        time.sleep(1000)
+
+    return live
+
+
+@contextlib.contextmanager
+def interrupting(is_ready: Callable[[], None]) -> Iterator[None]:
+    """Interrupt the block, as Ctrl-C does, after `is_ready` has returned in a thread."""
+
+    def interrupt() -> None:
+        is_ready()
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    thread.join()
 
 
 def wait_until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 30.0) -> None:

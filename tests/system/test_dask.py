@@ -5,8 +5,6 @@ The functions are nested, so that they are pickled by value and the ranks need n
 
 from __future__ import annotations
 
-import _thread
-import contextlib
 import os
 import signal
 import subprocess
@@ -18,14 +16,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from distributed import Client
 
 import paceline.dask
 from paceline.errors import PeerError, UsageError
 
-from .running import MARK, our_processes, wait_until
+from .running import MARK, interrupting, make_endless, wait_functions_ended, wait_ranks, wait_until
 
 _CLUSTER = """
 import sys
@@ -63,33 +60,10 @@ def client(session: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 @pytest.fixture(autouse=True)
 def _all_ended(client: Client, session: Any) -> Iterator[None]:
-    """Check that after the test no process of a run is left, and no file on the workers."""
+    """Check that after the test no process or file of a run is left."""
     yield
 
-    def left() -> list[list[str]]:
-        found = []
-        for process in our_processes(session.mark):
-            with contextlib.suppress(psutil.Error):
-                found.append(process.cmdline())
-        return [words for words in found if any("paceline" in word for word in words)]
-
-    wait_until(lambda: not left(), "processes are left", 10)
-    folders = client.run(lambda dask_worker: os.listdir(dask_worker.local_directory))
-    assert not any(name.startswith("paceline-") for names in folders.values() for name in names), folders
-
-
-def _wait_alive(folder: Path, num_ranks: int = 2) -> None:
-    wait_until(lambda: len(list(folder.iterdir())) == num_ranks, "the ranks have not started")
-
-
-def _live(folder: Path) -> Any:
-    """Return a function that does not end."""
-
-    def live() -> None:
-        Path(folder, os.environ["RANK"]).touch()
-        time.sleep(1000)
-
-    return live
+    wait_functions_ended(session.mark)
 
 
 def test_the_values_of_ranks(client: Client) -> None:
@@ -158,14 +132,14 @@ def test_a_killed_worker(client: Client, tmp_path: Path) -> None:
 
     def kill() -> None:
         nonlocal killed_at
-        _wait_alive(tmp_path)
+        wait_ranks(tmp_path, 2)
         killed_at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
 
     killing = threading.Thread(target=kill)
     killing.start()
     with pytest.raises(PeerError, match=worker):
-        paceline.dask.run(client, _live(tmp_path))
+        paceline.dask.run(client, make_endless(tmp_path))
     assert time.monotonic() - killed_at < 10
     killing.join()
     wait_until(lambda: len(client.nthreads()) == 2, "Dask has not restarted the worker")
@@ -173,19 +147,8 @@ def test_a_killed_worker(client: Client, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_an_interrupted_run(client: Client, tmp_path: Path) -> None:
-    def interrupt() -> None:
-        _wait_alive(tmp_path, 1)
-        _thread.interrupt_main()
-
-    interrupting = threading.Thread(target=interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupting.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            paceline.dask.run(client, _live(tmp_path), num_nodes=1)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    interrupting.join()
+    with interrupting(lambda: wait_ranks(tmp_path, 1)), pytest.raises(KeyboardInterrupt):
+        paceline.dask.run(client, make_endless(tmp_path), num_nodes=1)
 
 
 @pytest.mark.thorough
@@ -193,13 +156,13 @@ def test_a_disconnected_client(client: Client, tmp_path: Path) -> None:
     other = Client(client.scheduler.address, set_as_default=False)
 
     def disconnect() -> None:
-        _wait_alive(tmp_path, 1)
+        wait_ranks(tmp_path, 1)
         other.close()
 
     closing = threading.Thread(target=disconnect)
     closing.start()
     with pytest.raises(PeerError):
-        paceline.dask.run(other, _live(tmp_path), num_nodes=1)
+        paceline.dask.run(other, make_endless(tmp_path), num_nodes=1)
     closing.join()
 
 

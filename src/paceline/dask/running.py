@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from typing_extensions import override
 
 from paceline.closing import Closing
-from paceline.command_options import words_of
-from paceline.environment import environment
-from paceline.errors import PeerError, UsageError, first_line, name_ranks
-from paceline.launch.engines.engine import Placement
-from paceline.launch.run.blame import RankFailure, choose_culprit, follow_names, waiting_time
-from paceline.launch.run.options import RunOptions
-from paceline.launch.run.setup import plan_roles
-from paceline.launch.supervisor import describe_status
-from paceline.transport.security.authentication import check_or_make_token
+from paceline.errors import PeerError, UsageError, first_line
 
 try:
-    import cloudpickle
     from distributed import Client, Future
     from distributed.comm import get_address_host
 except ImportError as error:
     raise ImportError("paceline.dask needs Dask, which is not installed: pip install 'paceline[dask]'") from error
 
-from paceline.dask.node import NodeRequest, run_node, running_nodes
+from paceline.dask.node import run_dask_task, running_tasks
+from paceline.launch.functions.call import FunctionCall, RankResults
 
 _T = TypeVar("_T")
 
@@ -69,20 +57,19 @@ def run(
     """
     if not isinstance(client, Client) or client.asynchronous:
         raise UsageError(f"got the client {client!r}, expected a distributed.Client that is not asynchronous")
-    try:
-        program = cloudpickle.dumps((function, arguments))
-    except Exception as error:
-        raise UsageError(
-            f"the function or an argument cannot be pickled: {first_line(error)}. Create this object in the function"
-        ) from error
     deadline = time.monotonic() + timeout.total_seconds()
     nodes = _wait_workers(client, num_nodes, workers, deadline)
-    options = RunOptions(strategy=strategy, nproc_per_node=nproc_per_node, servers=servers)
-    plan_roles(replace(options, nnodes=len(nodes)))
+    call = FunctionCall.make(
+        function,
+        arguments,
+        num_nodes=len(nodes),
+        nproc_per_node=nproc_per_node,
+        strategy=strategy,
+        servers=servers,
+    )
     _check_versions(client, nodes)
-    token = check_or_make_token(environment().token, "PACELINE_TOKEN")
-    with _DaskRun(client, nodes, options, program, token) as started:
-        return [pickle.loads(value) for value in started.wait_values(deadline)]
+    with _DaskRun(client, nodes, call) as started:
+        return started.wait_values(deadline)
 
 
 def _wait_workers(client: Client, num_nodes: int | None, workers: Sequence[str] | None, deadline: float) -> list[str]:
@@ -129,41 +116,27 @@ def _check_versions(client: Client, nodes: Sequence[str]) -> None:
 class _DaskRun(Closing):
     """The tasks of a run. :meth:`close` ends them."""
 
-    def __init__(self, client: Client, nodes: Sequence[str], options: RunOptions, program: bytes, token: str) -> None:
-        self._client, self._nodes, self._options = client, nodes, options
+    def __init__(self, client: Client, nodes: Sequence[str], call: FunctionCall) -> None:
+        self._client, self._nodes = client, nodes
+        self._results = RankResults([f"Dask worker {node}" for node in nodes], call.num_ranks)
         self._pending: dict[int, Future] = {}
-        self._values: dict[int, bytes] = {}
-        self._failures: list[RankFailure] = []
-        self._errors: dict[int, Exception] = {}
-        """The error to raise for a failed rank."""
-        self._failed_at = self._checks_at = 0.0
-        job, hosts = secrets.token_hex(8), [get_address_host(node) for node in nodes]
-        for number, (node, host) in enumerate(zip(nodes, hosts, strict=True)):
-            placement = Placement(
-                launcher=number,
-                num_launchers=len(nodes),
-                local_launcher=hosts[:number].count(host),
-                num_local_launchers=hosts.count(host),
-                address=hosts[0],
-                job=job,
-            )
-            words, num_ranks = tuple(words_of(options)), len(self._ranks_of(number))
-            request = NodeRequest(placement=placement, num_ranks=num_ranks, words=words, program=program, token=token)
+        self._checks_at = 0.0
+        requests = call.requests([get_address_host(node) for node in nodes])
+        for number, (node, request) in enumerate(zip(nodes, requests, strict=True)):
+            key = f"paceline-{call.job}-{number}"
             self._pending[number] = client.submit(
-                run_node, request, key=f"paceline-{job}-{number}", workers=[node], allow_other_workers=False, retries=0
+                run_dask_task, request, key=key, workers=[node], allow_other_workers=False, retries=0
             )
 
-    def wait_values(self, deadline: float) -> list[bytes]:
-        """Return the pickled values of all ranks.
+    def wait_values(self, deadline: float) -> list[Any]:
+        """Return the values of all ranks.
 
         Raises the error of the rank that failed first, and UsageError if a task has not started at the deadline.
         """
         waiting = {*self._pending}
         while self._pending:
             self._take_ended()
-            if self._failures:
-                self._raise_cause()
-            elif waiting:
+            if not self._results.raise_cause() and waiting:
                 running = self._find_running()
                 waiting = {number for number in waiting & {*self._pending} if self._pending[number].key not in running}
                 if waiting and time.monotonic() >= deadline:
@@ -173,7 +146,7 @@ class _DaskRun(Closing):
                         "ended. Pass a longer timeout or other workers"
                     )
             time.sleep(_POLL_S)
-        return [self._values[rank] for rank in sorted(self._values)]
+        return self._results.load_values()
 
     @override
     def close(self) -> None:
@@ -185,62 +158,23 @@ class _DaskRun(Closing):
             while keys & self._find_running() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
 
-    def _ranks_of(self, number: int) -> range:
-        num_ranks = self._options.nproc_per_node or 1
-        return range(number * num_ranks, (number + 1) * num_ranks)
-
     def _find_running(self) -> set[str]:
         """Return the keys of the tasks that run on the workers."""
         living = [node for node in _find_living(self._client) if node in self._nodes]
-        found = self._client.run(running_nodes, workers=living, on_error="ignore") if living else {}
+        found = self._client.run(running_tasks, workers=living, on_error="ignore") if living else {}
         return {key for keys in found.values() for key in keys}
 
     def _take_ended(self) -> None:
-        """Record the values and failures of nodes that have ended, and the loss of workers."""
+        """Record the ends of nodes, and the loss of workers."""
         living = None
         if time.monotonic() >= self._checks_at:
             living, self._checks_at = _find_living(self._client), time.monotonic() + _CHECK_S
         for number, future in [*self._pending.items()]:
-            node, is_done = self._nodes[number], future.done()
+            is_done = future.done()
             if is_done and future.status == "finished":
-                self._record(number, *future.result())
-            elif is_done or (living is not None and node not in living):
+                self._results.add_end(number, *future.result())
+            elif is_done or (living is not None and self._nodes[number] not in living):
                 reason = first_line(future.exception()) if future.status == "error" else "it has ended"
-                error = PeerError(f"the Dask worker {node} has failed: {reason}")
-                self._add(RankFailure(self._ranks_of(number)[0], -1, ()), error)
+                self._results.add_loss(number, reason)
             if is_done:
                 del self._pending[number]
-
-    def _record(self, number: int, status: int, reports: dict[int, bytes]) -> None:
-        """Record the end of a node: its exit status, and the reports of its ranks."""
-        node = self._nodes[number]
-        for rank, report in reports.items():
-            value, error, text = pickle.loads(report)
-            if value is not None:
-                self._values[rank] = value
-                continue
-            cause: Exception = PeerError(f"rank {rank} failed on the Dask worker {node}:\n\n{text}")
-            with contextlib.suppress(Exception):  # the class of the exception decides what may go wrong
-                error = pickle.loads(error)
-                error.__cause__ = cause
-                cause = error
-            self._add(RankFailure(rank, 1, tuple(text.encode().splitlines())), cause)
-        silent = [rank for rank in self._ranks_of(number) if rank not in reports]
-        if silent and (status != 1 or not self._failures):  # 1: the status of a rank that has raised
-            text = f"{name_ranks(silent)} on the Dask worker {node} {describe_status(status)}, and returned no value"
-            self._add(RankFailure(silent[0], status, ()), PeerError(f"{text}. See the worker's output"))
-
-    def _add(self, failure: RankFailure, error: Exception) -> None:
-        self._failed_at = self._failed_at or time.monotonic()
-        self._failures.append(failure)
-        self._errors.setdefault(failure.rank, error)
-
-    def _raise_cause(self) -> None:
-        """Raise the error of the rank that failed first, unless a later failure of another rank may be the cause."""
-        culprit = choose_culprit(self._failures)
-        living = [rank for number in self._pending for rank in self._ranks_of(number)]
-        waits_until = self._failed_at + waiting_time(self._failures, living)
-        if culprit is None and (not living or time.monotonic() >= waits_until):
-            culprit = follow_names(self._failures)[0]
-        if culprit is not None:
-            raise self._errors[culprit.rank]

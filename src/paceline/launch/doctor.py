@@ -62,6 +62,7 @@ def examine() -> Iterator[Finding]:
     yield _extra("scikit-learn", "paceline.sklearn", "pip install 'paceline[sklearn]'", module="sklearn")
     yield _extra("uvicorn", "paceline serve", "pip install 'paceline[serve]'")
     yield _extra("distributed", "paceline.dask", "pip install 'paceline[dask]'")
+    yield _extra("ray", "paceline.ray", "pip install 'paceline[ray]'")
     yield _extra("mpi4py", "Open MPI in bench collectives", "pip install mpi4py; Debian: apt install openmpi-bin")
     yield _kernels()
     yield _cluster()

@@ -1,4 +1,4 @@
-"""The program of a rank: ``python -m paceline.dask.rank FOLDER`` calls the function in the folder, and reports its end.
+"""The program of a rank: call the function in a folder, and report its end.
 
 A report is a pickled tuple: the pickled value of the function, its pickled exception, and the text of the traceback.
 """

@@ -1,0 +1,157 @@
+"""The caller's part of a run that calls a function: check the request, and collect the values and failures of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import cloudpickle
+from typing_extensions import Self
+
+from paceline.command_options import words_of
+from paceline.environment import environment
+from paceline.errors import PeerError, UsageError, first_line, name_ranks
+from paceline.launch.engines.engine import Placement
+from paceline.launch.functions.node import NodeRequest
+from paceline.launch.run.blame import RankFailure, choose_culprit, follow_names, waiting_time
+from paceline.launch.run.options import RunOptions
+from paceline.launch.run.setup import plan_roles
+from paceline.launch.supervisor import describe_status
+from paceline.transport.security.authentication import check_or_make_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCall:
+    """A call of a function on every rank of a run."""
+
+    num_ranks: int
+    """Number of ranks on each node."""
+    words: tuple[str, ...]
+    """Options of ``paceline run``, without the number of nodes."""
+    program: bytes = field(repr=False)
+    """The pickled function with its arguments."""
+    token: str = field(repr=False)
+    job: str
+    """Identifier of the run."""
+
+    @classmethod
+    def make(
+        cls,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        num_nodes: int,
+        nproc_per_node: int,
+        strategy: str | None,
+        servers: int | None,
+    ) -> Self:
+        """Check and pickle a call. Raises UsageError."""
+        options = RunOptions(strategy=strategy, nproc_per_node=nproc_per_node, servers=servers)
+        plan_roles(replace(options, nnodes=num_nodes))
+        try:
+            program = cloudpickle.dumps((function, arguments))
+        except Exception as error:
+            raise UsageError(
+                f"the function or an argument cannot be pickled: {first_line(error)}. Create this object in the "
+                "function"
+            ) from error
+        return cls(
+            num_ranks=nproc_per_node,
+            words=tuple(words_of(options)),
+            program=program,
+            token=check_or_make_token(environment().token, "PACELINE_TOKEN"),
+            job=secrets.token_hex(8),
+        )
+
+    def requests(self, hosts: Sequence[str]) -> list[NodeRequest]:
+        """Return the request for each node, given the nodes' addresses."""
+        return [
+            NodeRequest(
+                placement=Placement(
+                    launcher=number,
+                    num_launchers=len(hosts),
+                    local_launcher=hosts[:number].count(host),
+                    num_local_launchers=hosts.count(host),
+                    address=hosts[0],
+                    job=self.job,
+                ),
+                num_ranks=self.num_ranks,
+                words=self.words,
+                program=self.program,
+                token=self.token,
+            )
+            for number, host in enumerate(hosts)
+        ]
+
+
+class RankResults:
+    """The values and failures of the ranks of a run. The engine reports the end or the loss of each node."""
+
+    def __init__(self, nodes: Sequence[str], num_ranks: int) -> None:
+        """`nodes` are the nodes' names in messages. Each node has `num_ranks` ranks."""
+        self._nodes, self._num_ranks = nodes, num_ranks
+        self._living = {*range(len(nodes))}
+        self._values: dict[int, bytes] = {}
+        self._failures: list[RankFailure] = []
+        self._errors: dict[int, Exception] = {}
+        """The error to raise for a failed rank."""
+        self._failed_at = 0.0
+
+    def add_end(self, number: int, status: int, reports: Mapping[int, bytes]) -> None:
+        """Record the end of a node: its exit status, and the reports of its ranks."""
+        self._living.discard(number)
+        node = self._nodes[number]
+        for rank, report in reports.items():
+            value, error, text = pickle.loads(report)
+            if value is not None:
+                self._values[rank] = value
+                continue
+            cause: Exception = PeerError(f"rank {rank} failed on the {node}:\n\n{text}")
+            with contextlib.suppress(Exception):  # the class of the exception decides what may go wrong
+                error = pickle.loads(error)
+                error.__cause__ = cause
+                cause = error
+            self._add(RankFailure(rank, 1, tuple(text.encode().splitlines())), cause)
+        silent = [rank for rank in self._ranks_of(number) if rank not in reports]
+        if silent and (status != 1 or not self._failures):  # 1: the status of a rank that has raised
+            text = f"{name_ranks(silent)} on the {node} {describe_status(status)}, and returned no value"
+            self._add(RankFailure(silent[0], status, ()), PeerError(f"{text}. See the output of the ranks"))
+
+    def add_loss(self, number: int, reason: str) -> None:
+        """Record that a node or its worker has failed."""
+        self._living.discard(number)
+        error = PeerError(f"the {self._nodes[number]} has failed: {reason}")
+        self._add(RankFailure(self._ranks_of(number)[0], -1, ()), error)
+
+    def raise_cause(self) -> bool:
+        """Raise the error of the rank that failed first, unless a later failure of another rank may be the cause.
+
+        Return whether a rank has failed.
+        """
+        if not self._failures:
+            return False
+        culprit = choose_culprit(self._failures)
+        living = [rank for number in self._living for rank in self._ranks_of(number)]
+        waits_until = self._failed_at + waiting_time(self._failures, living)
+        if culprit is None and (not living or time.monotonic() >= waits_until):
+            culprit = follow_names(self._failures)[0]
+        if culprit is not None:
+            raise self._errors[culprit.rank]
+        return True
+
+    def load_values(self) -> list[Any]:
+        """Return the values of all ranks, by rank."""
+        return [pickle.loads(self._values[rank]) for rank in sorted(self._values)]
+
+    def _ranks_of(self, number: int) -> range:
+        return range(number * self._num_ranks, (number + 1) * self._num_ranks)
+
+    def _add(self, failure: RankFailure, error: Exception) -> None:
+        self._failed_at = self._failed_at or time.monotonic()
+        self._failures.append(failure)
+        self._errors.setdefault(failure.rank, error)

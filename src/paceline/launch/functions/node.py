@@ -1,0 +1,66 @@
+"""The part of a run in a worker of another system: start ``paceline run``, and end it if it is no longer needed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from paceline.launch.engines.engine import Placement
+from paceline.launch.engines.ssh_host import GRACE_S
+from paceline.launch.fork_server import THREAD_VARIABLES, module_command
+from paceline.launch.functions.rank import PROGRAM, REPORT_SUFFIX
+from paceline.launch.supervisor import Supervisor, spawn
+from paceline.temporary import TemporaryFolder
+
+_POLL_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRequest:
+    """A node of a run. The representation hides the token, because other systems log the arguments of calls."""
+
+    placement: Placement
+    num_ranks: int
+    words: tuple[str, ...]
+    """Options of ``paceline run``."""
+    program: bytes = field(repr=False)
+    """The pickled function with its arguments."""
+    token: str = field(repr=False)
+
+
+def run_node(request: NodeRequest, num_cores: int, is_needed: Callable[[], bool]) -> tuple[int, dict[int, bytes]]:
+    """Run the ranks of a node while `is_needed`. Return the exit status, and the ranks' reports in the order of time.
+
+    The ranks share `num_cores` cores.
+    """
+    environment = {
+        **os.environ,
+        # Dask and Ray set the number of threads to 1.
+        **dict.fromkeys(THREAD_VARIABLES, str(max(num_cores // request.num_ranks, 1))),
+        "PACELINE_PLACEMENT": msgspec.json.encode(request.placement).decode(),
+        "PACELINE_TOKEN": request.token,
+    }
+    supervisor = Supervisor()
+    with TemporaryFolder.make("function") as folder:
+        (folder.path / PROGRAM).write_bytes(pickle.dumps((sys.path, request.program)))
+        rank = "paceline.launch.functions.rank"
+        command = module_command("paceline", "run", *request.words, "--module", rank, str(folder.path))
+        launch = partial(spawn, command, env=environment, stdin=subprocess.DEVNULL)
+        try:
+            child = supervisor.start("paceline run", launch, is_foreign=True)
+            while child.is_alive() and is_needed():
+                time.sleep(_POLL_S)
+        finally:
+            supervisor.close(GRACE_S, signal.SIGTERM)
+        files = sorted(folder.path.glob(f"*{REPORT_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
+        return child.process.wait(), {int(file.stem): file.read_bytes() for file in files}

@@ -1,0 +1,213 @@
+"""``paceline.ray.run`` on a real Ray cluster of three nodes. The first node has no CPUs, so it runs no ranks.
+
+The functions are nested, so that they are pickled by value and the ranks need not import this module.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.pages import ROOT
+
+from paceline.errors import PeerError, UsageError
+
+from .running import MARK, interrupting, make_endless, wait_functions_ended, wait_ranks, wait_until
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.thorough,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra paceline[ray]"),
+]
+
+_NODE = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80 << 20}
+_DRIVER = """
+import os, time
+from pathlib import Path
+
+import paceline.ray
+
+def live(folder):
+    Path(folder, os.environ["RANK"]).touch()
+    time.sleep(1000)
+
+paceline.ray.run(live, os.environ["FOLDER"], num_nodes=2)
+"""
+"""A program that does not call ``ray.init()``."""
+
+
+@pytest.fixture(scope="module")
+def cluster(session: Any) -> Iterator[Any]:
+    """A cluster whose processes have the session's mark. This process is connected to it."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    folder = session.temporary / "ray"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            MARK: session.mark,
+            "RAY_TMPDIR": str(session.temporary),
+            "RAY_AUTH_MODE": "disabled",
+        }.items():
+            patch.setenv(name, value)
+        cluster = Cluster(True, head_node_args=_NODE | {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
+        for _ in range(2):
+            cluster.add_node(**_NODE)
+        ray.init(cluster.address)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def _all_ended(cluster: Any, session: Any) -> Iterator[None]:
+    """Check that after the test no process or file of a run is left, and all resources are free."""
+    import ray
+
+    yield
+    wait_functions_ended(session.mark)
+    wait_until(
+        lambda: [ray.available_resources().get(name) for name in ("CPU", "GPU")] == [4.0, 4.0],
+        "resources are not free",
+    )
+    groups = ray.util.placement_group_table().values()
+    assert {group["state"] for group in groups} <= {"REMOVED"}
+
+
+def run(function: Any, *arguments: Any, num_nodes: int = 2, **options: Any) -> list[Any]:
+    """Import ``paceline.ray`` only if Ray is installed."""
+    import paceline.ray
+
+    return paceline.ray.run(function, *arguments, num_nodes=num_nodes, **options)
+
+
+def test_the_values_of_ranks(cluster: Any) -> None:
+    import ray
+
+    def reduce(scale: int) -> tuple[int, float, list[str]]:
+        import numpy
+
+        import paceline.collectives
+
+        with paceline.collectives.init() as group:
+            total = group.all_reduce(numpy.full(2, group.rank + 1.0))
+            return group.rank, float(total[0]) * scale, [os.environ[name] for name in names]
+
+    names = "LOCAL_RANK", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
+    values = run(reduce, ray.put(2), cpus_per_rank=2, gpus_per_rank=1)
+    assert values == [(0, 6.0, ["0", "2", "0"]), (1, 6.0, ["1", "2", "0"])]
+
+
+def test_servers(cluster: Any) -> None:
+    def push() -> list[float]:
+        import numpy
+
+        import paceline
+        import paceline.collectives
+
+        with paceline.collectives.init() as group, paceline.connect() as cluster:
+            table = cluster.dense_table("weights", size=2, update=paceline.SGD(lr=1.0))
+            table.push(-numpy.ones(2, numpy.float32)).wait()
+            group.barrier()
+            values: list[float] = table.pull().tolist()
+            return values
+
+    assert run(push, strategy="hybrid", servers=2) == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_the_exception_of_a_rank(cluster: Any, tmp_path: Path) -> None:
+    class OwnError(Exception):
+        pass
+
+    def fail(folder: Path) -> None:
+        if os.environ["RANK"] == "0":
+            Path(folder, "0").touch()
+            time.sleep(1000)
+        while not Path(folder, "0").exists():
+            time.sleep(0.01)
+        raise OwnError("five", 5)
+
+    with pytest.raises(OwnError) as caught:
+        run(fail, tmp_path)
+    assert caught.value.args == ("five", 5)
+    cause = str(caught.value.__cause__)
+    assert isinstance(caught.value.__cause__, PeerError)
+    assert "rank 1" in cause
+    assert cluster.head_node.node_ip_address in cause
+    assert "in fail" in cause
+
+
+def test_a_killed_node(cluster: Any, tmp_path: Path) -> None:
+    node = min(cluster.worker_nodes, key=lambda node: str(node.node_id))
+    killed_at = 0.0
+
+    def kill() -> None:
+        nonlocal killed_at
+        wait_ranks(tmp_path, 2)
+        killed_at = time.monotonic()
+        cluster.remove_node(node, allow_graceful=False)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(PeerError, match=node.node_id[:8]):
+        run(make_endless(tmp_path))
+    assert time.monotonic() - killed_at < 20
+    killing.join()
+    cluster.add_node(**_NODE)
+
+
+def test_a_killed_driver(cluster: Any, tmp_path: Path) -> None:
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address, "FOLDER": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", _DRIVER], env=environment) as driver:
+        wait_ranks(tmp_path, 2)
+        driver.send_signal(signal.SIGKILL)
+
+
+def test_an_interrupted_run(cluster: Any, tmp_path: Path) -> None:
+    with interrupting(lambda: wait_ranks(tmp_path, 2)), pytest.raises(KeyboardInterrupt):
+        run(make_endless(tmp_path))
+
+
+def test_wrong_arguments(cluster: Any) -> None:
+    missing: list[dict[str, Any]] = [{"num_nodes": 3, "cpus_per_rank": 2}, {"num_nodes": 1, "gpus_per_rank": 3}]
+    for options in missing:
+        with pytest.raises(UsageError) as caught:
+            run(int, timeout=timedelta(seconds=1), **options)
+        assert "CPU, existing 4 on 3 nodes, free 4, at most 2" in str(caught.value)
+        assert ("requested 1 x 3 GPU, existing 4 on 3 nodes" in str(caught.value)) is ("gpus_per_rank" in options)
+    wrong: list[dict[str, Any]] = [
+        {"num_nodes": 0},
+        {"nproc_per_node": 0},
+        {"cpus_per_rank": 0},
+        {"gpus_per_rank": -1},
+        {"gpus_per_rank": 0.5, "nproc_per_node": 3},
+        {"servers": 1, "strategy": "all-reduce"},
+    ]
+    for options in wrong:
+        with pytest.raises(UsageError):
+            run(int, **options)
+    with pytest.raises(UsageError, match="pickled"):
+        run(int, threading.Lock())
+
+
+def test_the_guide(cluster: Any) -> None:
+    text = (ROOT / "docs" / "guides" / "ray.md").read_text().replace("ray.init()\n", "")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, names)
+    assert len(names["losses"]) == 4
+    assert len(names["means"]) == 2
