@@ -187,8 +187,8 @@ def test_wrong_arguments(cluster: Any) -> None:
     for options in missing:
         with pytest.raises(UsageError) as caught:
             run(int, timeout=timedelta(seconds=1), **options)
-        assert "CPU, existing 4 on 3 nodes, free 4, at most 2" in str(caught.value)
-        assert ("requested 1 x 3 GPU, existing 4 on 3 nodes" in str(caught.value)) is ("gpus_per_rank" in options)
+        assert " CPU requested, 4 existing, 4 free, 2 on the largest node" in str(caught.value)
+        assert ("1 x 3 GPU requested, 4 existing" in str(caught.value)) is ("gpus_per_rank" in options)
     wrong: list[dict[str, Any]] = [
         {"num_nodes": 0},
         {"nproc_per_node": 0},

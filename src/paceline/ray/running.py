@@ -164,8 +164,8 @@ def _describe_shortage(num_nodes: int, resources: Mapping[str, float]) -> str:
     existing, free = ray.cluster_resources(), ray.available_resources()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return "; ".join(
-        f"requested {num_nodes} x {amount:g} {name}, existing {existing.get(name, 0):g} on {len(nodes)} nodes, "
-        f"free {free.get(name, 0):g}, at most {max(node.get(name, 0) for node in nodes):g} on one node"
+        f"{num_nodes} x {amount:g} {name} requested, {existing.get(name, 0):g} existing, {free.get(name, 0):g} free, "
+        f"{max(node.get(name, 0) for node in nodes):g} on the largest node"
         for name, amount in resources.items()
     )
 
