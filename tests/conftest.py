@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import json
 import os
 import signal
@@ -71,17 +73,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items[:] = _in_shares(items, getattr(config, "workerinput", {}).get("workercount", 1))
     for item in items if config.pluginmanager.hasplugin("rerunfailures") else ():
-        if item.path.relative_to(_TESTS).parts[0] in ("integration", "system"):
+        if _is_in(item.path, ("integration/", "system/")):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+@functools.cache
+def _is_in(path: Path, folders: tuple[str, ...]) -> bool:
+    return path.relative_to(_TESTS).as_posix().startswith(folders)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the collected tests from garbage collections: each visits a million objects, and many tests collect."""
+    gc.freeze()
 
 
 def _in_shares(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
     """Sort the tests: each worker's share begins with slow files, so the tests that workers take last are fast."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        files.setdefault(item.path.relative_to(_TESTS), []).append(item)
-    slow = [tests for path, tests in files.items() if path.as_posix().startswith(_SLOW)]
-    quick = [item for path, tests in files.items() if not path.as_posix().startswith(_SLOW) for item in tests]
+        files.setdefault(item.path, []).append(item)
+    slow = [tests for path, tests in files.items() if _is_in(path, _SLOW)]
+    quick = [item for path, tests in files.items() if not _is_in(path, _SLOW) for item in tests]
     ordered: list[pytest.Item] = []
     for worker in range(num_workers):
         share = [item for tests in slow[worker::num_workers] for item in tests]
