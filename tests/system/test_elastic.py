@@ -169,7 +169,14 @@ def test_ranks_are_killed_in_the_middle_of_an_all_reduce_again_and_again(elastic
     check_items(tmp_path)
 
 
-@pytest.mark.parametrize(("victims", "last"), [("", "2"), ("1,3", "4"), ("0,2,3,4", "5")])
+@pytest.mark.parametrize(
+    ("victims", "last"),
+    [
+        pytest.param("", "2", marks=pytest.mark.thorough),
+        ("1,3", "4"),
+        pytest.param("0,2,3,4", "5", marks=pytest.mark.thorough),
+    ],
+)
 def test_each_sample_is_once_in_a_step_of_constant_size(elastic: Commands, victims: str, last: str) -> None:
     """24 samples in a step: two batches of each of three ranks, or three batches of two ranks, or six of one rank."""
     options = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "3", "--global-batch", "24"]
@@ -216,7 +223,14 @@ def test_the_samples_of_a_stream_are_not_balanced(elastic: Commands) -> None:
     assert "--balance: not supported with a stream" in finished.err
 
 
-@pytest.mark.parametrize("options", [[], ["--global-batch", "24"], ["--global-batch", "24", "--balance"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], marks=pytest.mark.thorough),
+        pytest.param(["--global-batch", "24"], marks=pytest.mark.thorough),
+        ["--global-batch", "24", "--balance"],
+    ],
+)
 def test_a_slow_rank_is_left_out_until_it_has_recovered(elastic: Commands, tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "slow").touch()
     ranks = ["--strategy", "all-reduce", "--min-ranks", "2", "--nproc-per-node", "3", "--drop-stragglers", "5"]
@@ -243,7 +257,7 @@ def test_a_rank_that_stays_slow_ends_with_the_others(elastic: Commands, tmp_path
     assert {int(member) for member in re.findall(r"ends (\d+)", finished.out)} == {0, 2}
 
 
-@pytest.mark.parametrize("options", [[], ["--global-batch", "24"]])
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.thorough), ["--global-batch", "24"]])
 def test_a_rank_dies_after_a_vote_that_another_rank_loses(elastic: Commands, options: list[str]) -> None:
     ranks = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "3", *options]
     finished = elastic.run("run", *ranks, "count.py", "240", "", "3", "4", "loses_vote")
