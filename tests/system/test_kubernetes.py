@@ -68,7 +68,12 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [("job", "all-reduce"), ("jobset", "parameter-server"), ("trainjob", "all-reduce")]
+    ("kind", "strategy"),
+    [
+        ("job", "all-reduce"),
+        ("jobset", "parameter-server"),
+        pytest.param("trainjob", "all-reduce", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_script_on_two_pods(paceline: Commands, cluster: KubernetesCluster, kind: str, strategy: str) -> None:
     (cluster.folder / "script.py").write_text(_CONNECT)

@@ -61,7 +61,7 @@ def variables() -> dict[str, str]:
         ("openmpi", "shell", "connect"),
         ("openmpi", "paceline run", "connect"),
         ("mpich", "script", "connect"),
-        ("mpich", "paceline run", "connect"),
+        pytest.param("mpich", "paceline run", "connect", marks=pytest.mark.thorough),
         pytest.param("mpich", "shell", "train", marks=pytest.mark.thorough),
     ],
 )
