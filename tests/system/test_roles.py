@@ -55,7 +55,7 @@ def train_once(paceline: Commands, *arguments: str, data: tuple[Path, Path]) -> 
 
 
 def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    scheduler, address = start_scheduler(paceline, "--servers", "2", "--workers", "2")
+    scheduler, address = start_scheduler(paceline, "--servers", "2", "--workers", "2", "--heartbeat-timeout", "100")
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     joining = ["--scheduler", address, "--token-file", "token"]
     servers = [paceline.start("server", *joining) for _ in range(2)]
@@ -76,14 +76,18 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
             port, b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.5.0\r\n\r\n"
         )
         speak(port, os.urandom(5000))
+    for worker in workers:  # the other training waits for seconds, in which these would use all cores
+        worker.signal(signal.SIGSTOP)
     stranger = paceline.run("worker", "--scheduler", address, "--token-file", token(tmp_path, "wrong"))
     assert (stranger.status, len(stranger.err.splitlines())) == (1, 1)
     assert "token" in stranger.err
-    late = paceline.start("worker", *joining)
-    late.wait_line("joined the cluster")
     refused = second.wait()
     assert refused.status == 1
     assert "another training uses this cluster" in refused.err
+    for worker in workers:
+        worker.signal(signal.SIGCONT)
+    late = paceline.start("worker", *joining)
+    late.wait_line("joined the cluster")
     long.signal(signal.SIGINT)
     finished = long.wait()
     assert finished.status == 130
