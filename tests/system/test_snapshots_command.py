@@ -54,7 +54,7 @@ def test_another_cluster_continues_after_a_kill_of_all_processes(
 ) -> None:
     train, evaluation = click_log
     common: list[str | Path] = ["train", train, "--eval", evaluation, "--epochs", str(EPOCHS), "--json", "-q"]
-    common += ["--batch-size", "32", "--consistency", consistency]
+    common += ["--batch-size", "64", "--consistency", consistency]
     folder = tmp_path / "model-snapshots"
     running = paceline.start(*common, "--servers", "2", "--workers", "2", "--save", "model", "--snapshot-every", "8000")
     wait_until(lambda: len(complete_snapshots(folder)) >= 2, "no snapshots", 40.0)
@@ -92,7 +92,7 @@ def taken(click_log: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
         TrainOptions(
             data=[click_log[0]],
             epochs=EPOCHS_TAKEN,
-            batch_size=32,
+            batch_size=64,
             snapshots=SnapshotPlan(directory=folder, examples=4_000),
         ),
         ClusterSettings(consistency="bounded:4"),
@@ -107,7 +107,7 @@ def test_errors_are_one_sentence(paceline: Commands, click_log: tuple[Path, Path
     train, evaluation = click_log
     folder = shutil.copytree(taken, tmp_path / "snaps")
     common: list[str | Path] = ["train", train, "--epochs", str(EPOCHS_TAKEN), "-q", "--workers", "1"]
-    common += ["--batch-size", "32"]
+    common += ["--batch-size", "64"]
 
     def fail(*arguments: str | Path) -> str:
         finished = paceline.run(*arguments)
@@ -208,7 +208,7 @@ def test_no_place_for_snapshots(paceline: Commands, click_log: tuple[Path, Path]
     """The training continues and ends well, with a message at each attempt."""
     (tmp_path / "file").write_text("")
     finished = paceline.succeed(
-        *("train", click_log[0], "--epochs", "8", "-q", "--workers", "1", "--batch-size", "32", "--json"),
+        *("train", click_log[0], "--epochs", "8", "-q", "--workers", "1", "--batch-size", "64", "--json"),
         *("--snapshot-every", "10000", "--snapshot-dir", "file/snaps"),
     )
     assert finished.json["examples"] == 8 * ROWS
