@@ -138,7 +138,7 @@ async def _check_opened_both_ways(setting: Setting) -> None:
     inbox = Inbox()
     peer = await _open(setting, inbox)
     server_peer = _served_peer(setting)
-    body = np.random.default_rng(1).integers(0, 256, 48 << 20, np.uint8)
+    body = np.random.default_rng(1).integers(0, 256, 16 << 20, np.uint8)
 
     def send_back() -> None:
         for number in range(2):
