@@ -148,7 +148,7 @@ def work_together(client: Client, stop_at: list[int]) -> list[Floats]:
     while not stop_at or client.clock < stop_at[0]:
         chance = np.random.default_rng((client.rank, client.clock))
         sparse.push(KEYS, chance.standard_normal((len(KEYS), 2), np.float32)).wait()
-        time.sleep((0.002 if stop_at else 0.1) * chance.random())  # a move takes several iterations
+        time.sleep((0.002 if stop_at else 0.2) * chance.random())  # a move takes several iterations
         dense.push(chance.standard_normal(700, np.float32), tick=True)
         found += [sparse.pull(KEYS).reshape(-1), dense.pull()]
     client.retire()

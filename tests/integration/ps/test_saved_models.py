@@ -208,11 +208,16 @@ def test_a_save_replaces_the_model_before(tmp_path: Path) -> None:
 
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-FAILURES: list[tuple[BaseException, type[BaseException], str]] = [
-    (NO_SPACE, ModelError, "no space left to save the model in .* unchanged"),
-    (OSError(errno.EROFS, "Read-only file system"), ModelError, "cannot save the model in .*: Read-only file system"),
-    (KeyboardInterrupt("by the user"), KeyboardInterrupt, "by the user"),
-]
+FAILURES: dict[str, tuple[BaseException, type[BaseException], str]] = {
+    "no space": (NO_SPACE, ModelError, "no space left to save the model in .* unchanged"),
+    "read-only": (
+        OSError(errno.EROFS, "Read-only file system"),
+        ModelError,
+        "cannot save the model in .*: Read-only file system",
+    ),
+    "Ctrl-C": (KeyboardInterrupt("by the user"), KeyboardInterrupt, "by the user"),
+}
+_SELDOM = (("over a model", "read-only"), ("new", "no space"), ("new", "Ctrl-C"))
 
 
 def fails_at(step: int, calls: Iterator[int], function: Any, failure: BaseException) -> Any:
@@ -231,8 +236,14 @@ def fails_at(step: int, calls: Iterator[int], function: Any, failure: BaseExcept
     return attempt
 
 
-@pytest.mark.parametrize(("failure", "kind", "message"), FAILURES, ids=["no space", "read-only", "Ctrl-C"])
-@pytest.mark.parametrize("exists", [True, False], ids=["over a model", "new"])
+@pytest.mark.parametrize(
+    ("exists", "failure", "kind", "message"),
+    [
+        pytest.param(exists, *failure, id=f"{place}-{name}", marks=[pytest.mark.thorough] * ((place, name) in _SELDOM))
+        for exists, place in ((True, "over a model"), (False, "new"))
+        for name, failure in FAILURES.items()
+    ],
+)
 def test_a_failing_save_leaves_the_old_model_complete(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
