@@ -91,7 +91,7 @@ def main(scenario: str) -> None:
     except (PacelineError, KeyboardInterrupt) as error:
         report("raised", kind=type(error).__name__, text=str(error), ranks=getattr(error, "ranks", None))
         try:
-            with contextlib.suppress(MismatchError):  # an interrupt between two calls has not closed the group yet
+            with contextlib.suppress(MismatchError):  # an interrupt between two calls does not close the group
                 group.barrier()
             group.barrier()
         except GroupClosedError:

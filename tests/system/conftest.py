@@ -28,13 +28,13 @@ class _Session:
 @pytest.fixture(scope="session")
 def session() -> Iterator[_Session]:
     """Check that no process, temporary file or thread of the tests is left at the end of the session."""
-    # Short, so that Unix sockets find room in it and do not go elsewhere.
+    # The path is short, because the path of a Unix socket may have only about 100 bytes.
     session = _Session(secrets.token_hex(8), Path(tempfile.mkdtemp(prefix="pt-", dir="/tmp")))
     threads = set(threading.enumerate())
     yield session
     wait_until(lambda: not our_processes(session.mark), "processes are left")
     assert os.listdir(session.temporary) == []
-    # The progress bars of other libraries (transformers, in the tests of its Trainer) keep a thread of their own.
+    # Progress bars of other libraries, such as transformers, leave a thread.
     left = {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
     assert left <= threads
     shutil.rmtree(session.temporary)
@@ -42,10 +42,10 @@ def session() -> Iterator[_Session]:
 
 @pytest.fixture
 def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
-    """Runs commands. After the test all their processes have ended, and the temporary folder is empty."""
+    """Run commands. Check after the test that all their processes have ended and the temporary folder is empty."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     environment |= {MARK: session.mark, "TMPDIR": str(session.temporary), "COLUMNS": "200"}
-    environment["OPENBLAS_NUM_THREADS"] = "1"  # the tests do not need its threads, and each process would start them
+    environment["OPENBLAS_NUM_THREADS"] = "1"  # the tests do not need the threads that each process would start
     commands = Commands(environment, tmp_path, [])
     yield commands
     for running in commands.started:
@@ -55,7 +55,7 @@ def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
     try:
         wait_until(lambda: not our_processes(session.mark), "processes are left")
         wait_until(lambda: not os.listdir(session.temporary), f"left behind: {os.listdir(session.temporary)}")
-    finally:  # so that the next test does not fail too
+    finally:  # otherwise the next test would fail too
         for process in our_processes(session.mark):
             process.kill()
         for left in session.temporary.iterdir():
@@ -63,8 +63,8 @@ def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
 
 
 @pytest.fixture
-def paceline_afresh(paceline: Commands) -> Commands:
-    """Runs commands as a person does: the others are forked from a process that has loaded all."""
+def paceline_spawned(paceline: Commands) -> Commands:
+    """Run each command in a new interpreter, like a user. The fixture `paceline` forks a loaded interpreter."""
     return replace(paceline, afresh=True)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import paceline
 
-KEYS = np.arange(256, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # over all buckets
+KEYS = np.arange(256, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # the keys are spread over all buckets
 
 
 def main(seconds: float, path: str) -> int:

@@ -26,7 +26,10 @@ _SMALL, _LARGE = 8, 1 << 18
 
 
 def _chain(group: Group) -> None:
-    """Each rank waits for the next one, and the last but one for the victim (the reverse if the victim is rank 0)."""
+    """Receive from the next rank in a ring, so that all ranks wait for the victim through other ranks.
+
+    If the victim is rank 0, receive from the previous rank.
+    """
     before = group.rank + 1 if VICTIM else group.rank - 1
     group.recv(np.zeros(1), before % group.size, tag=7)
 
@@ -72,7 +75,7 @@ def _fail(failure: str, operation: str, group: Group) -> None:
         raise ZeroDivisionError
     elif failure == "calls another":
         (group.barrier if operation != "barrier" else lambda: group.all_reduce(np.ones(3)))()
-    signal.pause()  # it does not come
+    signal.pause()  # this rank does not make the call
 
 
 def _rank(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
@@ -90,7 +93,7 @@ def _rank(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
             _fail(case["failure"], case["operation"], group)
         start = time.monotonic()
         try:
-            for _ in range(2):  # a rank that only sends may have finished its part of the first call
+            for _ in range(2):  # twice, because a rank that only sends may complete the first call
                 OPERATIONS[case["operation"]](group)
             group.barrier()
         except PacelineError as error:
@@ -103,7 +106,7 @@ def _rank(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
                 "refuses": [_refusal(group.barrier), _refusal(lambda: group.send(np.zeros(1), VICTIM))],
             }
         else:
-            answer = {"rank": rank, "kind": "", "text": "heard of nothing"}
+            answer = {"rank": rank, "kind": "", "text": "received no error"}
         time.sleep(0.7)  # the timeout must detect the death, not the closed connection
         return answer
 
@@ -176,7 +179,7 @@ if __name__ == "__main__":
 
     # the children inherit the kernels that are compiled here
     run_ranks(2, lambda group: group.all_reduce(np.ones(_LARGE)))
-    gc.freeze()  # and do not visit, and so copy, the shared objects
+    gc.freeze()  # the garbage collector of a child must not visit shared objects, because this would copy them
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)

@@ -82,7 +82,7 @@ class _Pod:
                 self.process.wait(grace_s)  # type: ignore[union-attr]
 
     def read_log(self, since: str) -> Iterator[bytes]:
-        """Yield the lines from the second `since` on, until the container has ended."""
+        """Yield the lines that are newer than the second `since`, until the container ends."""
         for number in itertools.count():
             with self.changed:
                 while len(self.lines) <= number and not self.is_closed:
@@ -94,21 +94,21 @@ class _Pod:
 
 
 class KubernetesCluster:
-    """The cluster. Its attributes are the faults that a test wants."""
+    """The cluster. A test sets its attributes to inject faults."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.objects: dict[str, Manifest] = {}
-        """By path, with those that are deleted just now."""
+        """The objects by path, also objects that are being deleted."""
         self.pods: dict[str, _Pod] = {}
         self.waiting: Manifest = {}
-        """State of containers that never start."""
+        """The state of containers that never start."""
         self.unscheduled = ""
         self.warnings: list[str] = []
         self.failures: list[tuple[str, str, int]] = []
-        """Replies to the next requests with this method and part of the path: a status, or 0 for a lost reply."""
+        """Faulty replies to the next requests with a method and a part of the path: a status, or 0 for a lost reply."""
         self.dropped_after: list[int] = []
-        """Numbers of lines after which the connections of a log end."""
+        """The numbers of lines after which connections that read a log end."""
         self.requests: list[str] = []
         self._counter, self._threads = itertools.count(1), list[threading.Thread]()
         self._lock = threading.RLock()
@@ -234,7 +234,7 @@ class KubernetesCluster:
                 variables[variable["name"]] = secret["stringData"][origin["secretKeyRef"]["key"]]
             else:
                 variables[variable["name"]] = str(index) if "fieldRef" in origin else variable["value"]
-        if "PET_MASTER_ADDR" in variables:  # the service of names
+        if "PET_MASTER_ADDR" in variables:  # stands for the cluster's DNS
             variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
         return variables
 
@@ -287,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
             if failure is None:
                 self._send(status, reply)
             else:
-                self.close_connection = True  # the reply is lost
+                self.close_connection = True  # close the connection: the reply is lost
 
     def _answer(self, parts: Any, path: str, body: Manifest, query: dict[str, str]) -> tuple[int, Manifest]:
         cluster = self.cluster
@@ -334,7 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _container_of(job: Manifest) -> tuple[Manifest, int]:
-    """Return the container of the pods and their number."""
+    """Return the container of a job's pods, and the number of pods."""
     specification = job["spec"]
     if job["kind"] == "TrainJob":
         return specification["trainer"], specification["trainer"]["numNodes"]

@@ -1,4 +1,4 @@
-"""The program of the ranks in `test_rpc_examples`: all examples, then two ranks that leave with an error."""
+"""The program of the ranks in `test_rpc_examples`: all examples, and then two ranks that fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOLDING: list[object] = []
 
 
 def run(name: str, *arguments: str) -> None:
-    """Run an example as the whole program."""
+    """Run an example as the main program."""
     sys.argv = [name, "--json", *arguments]
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
@@ -30,17 +30,17 @@ def die() -> None:
 
 
 def hold(value: object) -> None:
-    """Keep it."""
+    """Keep the value alive."""
     _HOLDING.append(value)
 
 
 def counts() -> int:
-    """Return how many objects are held here."""
+    """Return the number of objects that this process holds."""
     return rpc.running.current_agent().table.num_owned
 
 
 def kill_worker() -> None:
-    """Call a function that ends its process, which holds an object and owns another."""
+    """End the process of a worker that holds one object and owns another object."""
     rpc.init_rpc(f"worker{RANK}", allow=[__name__], timeout=timedelta(seconds=60))
     report: dict[str, object] = {}
     if RANK == 0:
@@ -69,7 +69,7 @@ def kill_worker() -> None:
 
 
 def dict_of(value: dict[str, int]) -> dict[str, int]:
-    """Return it."""
+    """Return the value."""
     return value
 
 

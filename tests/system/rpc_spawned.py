@@ -1,4 +1,4 @@
-"""A program in the style of torch.distributed.rpc; `test_rpc_examples` starts it and passes the port."""
+"""A program in the style of torch.distributed.rpc. `test_rpc_examples` starts the program and passes the port."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Server(nn.Module):
         self.answer: torch.futures.Future[int] = torch.futures.Future()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply it."""
+        """Apply this half of the model."""
         result: torch.Tensor = self.layer(x)
         return result
 
     def parameter_rrefs(self) -> list[rpc.RRef[Any]]:
-        """Return references to its parameters."""
+        """Return references to the parameters."""
         return [rpc.RRef(parameter) for parameter in self.parameters()]
 
     def gradients(self, context: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -52,7 +52,7 @@ class Server(nn.Module):
 
 
 def train() -> None:
-    """Train the half that another process has."""
+    """Train the model, of which another process has one half."""
     server = rpc.remote("worker1", Server, args=(3,))
     first: Any = rpc.rpc_async(server.owner(), Server.meet, args=(server, False))
     second: Any = rpc.rpc_sync(server.owner(), Server.meet, args=(server, True), timeout=20)

@@ -1,4 +1,4 @@
-"""Paceline's commands, run as a person runs them."""
+"""Run Paceline's commands in processes, like a user."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from paceline.temporary import pattern_of, remove_abandoned
 
 _WAIT_S = 120.0
 PROMPT_S = 20.0
-"""The time limit of a command that waits for nothing, on a busy machine.
+"""The time limit of a command on a busy machine.
 
-A command with a wrong wait takes 30 s or hangs.
+A command with an unwanted wait takes 30 s or hangs.
 """
 
 
@@ -47,7 +47,7 @@ class Finished:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """One object of strict JSON on one line."""
+    """Parse one line of strict JSON that contains an object."""
     assert text.count("\n") == 1, text
 
     def refuse(constant: str) -> None:
@@ -59,7 +59,7 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 class Running:
-    """A command that runs."""
+    """A running command."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Running:
             self._changed.notify_all()
 
     def wait_line(self, text: str) -> str:
-        """Wait until a line of either stream has `text` in it; return the line."""
+        """Wait until standard output or standard error has a line that contains `text`; return the line."""
 
         def find() -> str | None:
             return next((line for line in [*self._out, *self._err] if text in line), None)
@@ -126,19 +126,19 @@ class Running:
         self.wait_line("since last")
 
     def children(self, role: str) -> list[psutil.Process]:
-        """The processes of a role that it started, or its fork server did, by rank."""
+        """Return the processes of a role by rank. The command or its fork server has started them."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 options = json.loads(child.cmdline()[-1])
             except (psutil.Error, IndexError, ValueError):
-                continue  # it has ended, or is just starting
+                continue  # the process has ended, or is starting
             if isinstance(options, dict) and options["role"] == role:
                 found.append((options.get("rank", 0), child))
         return [child for _, child in sorted(found, key=lambda entry: entry[0])]
 
     def wait(self, timeout_s: float = _WAIT_S) -> Finished:
-        """Wait for the end."""
+        """Wait for the end of the command."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -149,11 +149,11 @@ class Running:
         return Finished(status, "".join(self._out), "".join(self._err))
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send the command a signal."""
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it, if it runs."""
+        """Kill the command if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -163,7 +163,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Commands:
-    """Runs paceline's commands in the session's temporary folder."""
+    """Runs Paceline's commands in the session's temporary folder."""
 
     environment: dict[str, str]
     folder: Path
@@ -191,7 +191,7 @@ class Commands:
 
 
 def our_processes(mark: str) -> list[psutil.Process]:
-    """The processes that carry this session's mark."""
+    """Return the processes with this session's mark in their environment."""
     found = []
     for process in psutil.process_iter():
         try:

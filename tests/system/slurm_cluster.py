@@ -50,12 +50,12 @@ PartitionName=small Nodes=n1 MaxTime=INFINITE State=UP
 
 
 def is_possible() -> bool:
-    """Return whether the programs are installed and may run."""
+    """Return whether the programs are installed and can run here."""
     return os.getuid() == 0 and all(shutil.which(name) for name in PROGRAMS)
 
 
 class SlurmCluster:
-    """The daemons, which :meth:`close` ends. Slurm's commands find them by `variables`."""
+    """The daemons of Slurm. Its commands find the daemons by `variables`; :meth:`close` ends the daemons."""
 
     def __init__(self, folder: Path, *, kill_wait_s: int = 60) -> None:
         key = folder / "munge.key"
@@ -88,7 +88,7 @@ class SlurmCluster:
             raise
 
     def call(self, *command: str) -> str:
-        """Run a command of Slurm; return its output, and nothing if it fails."""
+        """Run a command of Slurm; return its output, or an empty text if it fails."""
         done = subprocess.run(command, env=self.variables, capture_output=True, text=True, timeout=60, check=False)
         return "" if done.returncode else done.stdout.strip()
 

@@ -1,4 +1,4 @@
-"""Two hosts, ``a`` and ``b``, which are one ``sshd`` at two addresses of this machine, for tests.
+"""Two hosts, ``a`` and ``b``, for tests: one ``sshd`` at two addresses of this machine.
 
 On Debian it needs `apt-get install openssh-server openssh-client`.
 """
@@ -46,12 +46,12 @@ Host *
 
 
 def is_possible() -> bool:
-    """Return whether the programs are installed and may run."""
+    """Return whether the programs are installed and can run here."""
     return all(shutil.which(name, path=_PATH) for name in PROGRAMS)
 
 
 class SshHosts:
-    """The daemon, which :meth:`close` ends. Programs find ``ssh`` with its configuration in the folder `bin`."""
+    """The ssh daemon, until :meth:`close`. The folder `bin` has an ``ssh`` with the configuration of the hosts."""
 
     def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
         """`variables` are set in the sessions on the hosts."""

@@ -1,4 +1,4 @@
-"""Bad input that processes detect while they read it: one sentence, status 1, no loss."""
+"""Bad input that processes detect while reading: the message is one sentence, the status is 1, no data is lost."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_a_truncated_gzip_file(paceline: Commands, click_log: tuple[Path, Path],
     (tmp_path / "cut.tsv.gz").write_bytes(packed[: len(packed) // 2])
     finished = paceline.run("train", "cut.tsv.gz", "-q", "--workers", "2", "--save", "model")
     assert finished.status == 1
-    (sentence,) = finished.err.splitlines()  # a look at the data finds it, before anything is trained
+    (sentence,) = finished.err.splitlines()  # the sample of the data shows the fault before the training
     assert not (tmp_path / "model").exists()
     assert "cut.tsv.gz is truncated: its gzip stream ends" in sentence
 
 
 def test_malformed_lines(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """Each malformed row counts once, for any number of workers and passes.
+    """Each malformed row is counted once, with any number of workers and passes.
 
     The first ones are named; with --strict the first one ends the training.
     """
@@ -90,7 +90,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_no_space_for_the_model(
     paceline: Commands, click_log: tuple[Path, Path], tiny_disk: Path, tmp_path: Path
 ) -> None:
-    """The model that was there stays; the cache does without the disk."""
+    """The existing model remains, and the training continues without a cache."""
     (tmp_path / "few.tsv").write_bytes(b"".join(lines_of(click_log[0])[:500]))
     paceline.succeed("train", "few.tsv", "-q", "--save", tiny_disk / "model", "--epochs", "1")
     before = {path.name: path.read_bytes() for path in (tiny_disk / "model").iterdir()}

@@ -1,4 +1,4 @@
-"""``paceline bench collectives``, run as a person runs it."""
+"""``paceline bench collectives`` as a process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def available_peers() -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_the_installed_peers_take_part(paceline: Commands) -> None:
+def test_the_installed_peers_are_measured(paceline: Commands) -> None:
     finished = paceline.succeed("bench", "collectives", "--sizes", "1K", "--json")
     found = [parse_json(line) for line in finished.out.splitlines(keepends=True)]
     assert [result["peer"] for result in found] == available_peers()
@@ -127,4 +127,4 @@ def test_ctrl_c_leaves_no_process_or_file(paceline: Commands) -> None:
 def test_ranks_end_after_a_killed_command(paceline: Commands) -> None:
     running = paceline.start("bench", "collectives", "--sizes", "4,16M,1M,2M,3M", "--peer", "paceline", "--json")
     running.wait_line('"bytes": 4')
-    running.kill()  # a remaining process would fail the fixture
+    running.kill()  # the fixture fails if a process remains

@@ -1,6 +1,6 @@
-"""Cables that are cut, for real: each server is in a network namespace of its own, on a switch in another.
+"""Cut cables: each server is in its own network namespace, connected to a switch in another namespace.
 
-A cut cable breaks no connection and shows no error on either end; bytes just stay unacknowledged.
+A cut cable breaks no connection and shows no error on either end; the sent bytes stay unacknowledged.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Switch:
             run("ip", "-n", host, "link", "set", "lo", "up")
 
     def remove(self) -> None:
-        """Take all away; the processes in it have ended."""
+        """Remove all namespaces. The processes in them have ended."""
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     def within(self, host: int) -> Path:
-        """The namespace of a host."""
+        """Return the namespace of a host."""
         return Path("/run/netns") / self._names[host + 1]
 
     def set_cable(self, host: int, state: str) -> None:
-        """Cut a host's cable ("down") or mend it ("up")."""
+        """Cut a host's cable ("down") or reconnect it ("up")."""
         run("ip", "-n", self._names[0], "link", "set", f"p{host}", state)
 
     def part(self, one: int, other: int) -> None:
@@ -72,7 +72,7 @@ def run(*words: str) -> None:
 
 @pytest.fixture
 def switch() -> Iterator[Switch]:
-    """The network; removed after the commands that ran in it."""
+    """The network. It is removed after the commands in it have ended."""
     if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "bridge"))):
         pytest.skip("network namespaces need Linux, root, and ip and bridge of iproute2")
     switch = Switch()
@@ -87,7 +87,7 @@ def switch() -> Iterator[Switch]:
 
 
 class Cluster:
-    """A scheduler and a worker that counts on host 0, and three servers, whose ranks are the numbers of their hosts."""
+    """A scheduler and a counting worker on host 0, and three servers. A server's rank is the number of its host."""
 
     def __init__(self, paceline: Commands, switch: Switch, folder: Path) -> None:
         self._paceline, self._switch, self._folder = paceline, switch, folder
@@ -127,11 +127,11 @@ class Cluster:
         )
         deadline = time.monotonic() + 20.0
         while self.num_acknowledged() < 20:
-            assert time.monotonic() < deadline, "the worker does not begin"
+            assert time.monotonic() < deadline, "the worker does not start counting"
             time.sleep(0.01)
 
     def stop_worker(self) -> None:
-        """Kill it, if it still runs."""
+        """Kill the worker if it still runs."""
         if self._worker is not None:
             self._worker.kill()
             self._worker.communicate()
@@ -153,7 +153,7 @@ class Cluster:
         return longest
 
     def check_worker(self) -> None:
-        """Check that the worker ends well: all values that it read equal the values that it pushed."""
+        """Check that the worker ends with status 0: all values that it read were right."""
         assert self._worker is not None
         output = self._worker.communicate(timeout=20.0)[0]
         assert (self._worker.returncode, output) == (0, "")
@@ -175,7 +175,7 @@ def test_the_cable_of_a_server_is_cut(
     switch.set_cable(2, "down")
     pause_s = cluster.longest_pause_s()
     assert HEARTBEAT_TIMEOUT_S / 2 < pause_s < HEARTBEAT_TIMEOUT_S + 2.0
-    assert cluster.servers[2].process.poll() is None  # it does not notice the cut
+    assert cluster.servers[2].process.poll() is None  # the server does not detect the cut
     switch.set_cable(2, "up")
     check_expelled(cluster.servers.pop(2), "it was silent for 1.5 s")
     cluster.check_worker()

@@ -1,6 +1,6 @@
-"""Every operation, on every path, when a rank dies, is stopped, stays away, raises, or calls something else.
+"""Every operation on every path, when a rank dies, is stopped, makes no call, raises, or calls another operation.
 
-Each of the other ranks raises one error that names that rank, within the timeout; then its group refuses work.
+Each other rank raises one error that names this rank, within the timeout. Then its group rejects further calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FAILURES = ("dies", "is stopped", "stays away", "raises", "calls another")
 _OFTEN = {"shared memory": ("dies", "is stopped"), "network": ("dies", "raises")}
 _WHOLE = ("shared memory", "dies")
 _ALSO_OF_THE_FIRST = ("all_reduce", "gather", "send and recv", "recv in a chain", "split", "subgroup")
-"""Rank 0 serves the store, and leads a host."""
+"""Rank 0 serves the store and is the leader of its host."""
 _OFTEN_WHATEVER_FAILS = ("all_reduce, large", "broadcast", "recv from any", *_ALSO_OF_THE_FIRST)
 """Operations that wait in different ways. The other operations are `thorough`, except for a rank that dies while the
 ranks share memory."""
@@ -38,7 +38,7 @@ ranks share memory."""
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[subprocess.Popen[str]]:
-    """Imports and compiles once, then forks."""
+    """Start a process that imports and compiles once, and then forks the ranks."""
     with subprocess.Popen(
         [sys.executable, "-W", "error", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -1,4 +1,4 @@
-"""Real ranks that are killed, stopped, interrupted or wrong: the other ranks raise an error in time and end."""
+"""Ranks are killed, stopped, interrupted, or make wrong calls. The other ranks raise an error in time and end."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Rank:
         return found
 
     def end(self) -> int:
-        """Let the rank continue to its end, and return its status."""
+        """Let the rank continue until it ends; return its status."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
@@ -117,7 +117,7 @@ class Programs:
 
 @pytest.fixture
 def programs() -> Iterator[Programs]:
-    """No process, file or shared memory is left, in every case of the failing ranks."""
+    """Start programs. Check after the test that no process, file or shared memory is left."""
     shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     started = Programs(Path(tempfile.mkdtemp(prefix="pc-", dir="/tmp")))
     try:
@@ -163,7 +163,7 @@ def test_a_killed_rank_is_named_immediately(programs: Programs, algorithm: str) 
 
 
 def test_the_first_rank_may_be_killed_too(programs: Programs) -> None:
-    """Rank 0 serves the store, but no rank needs the store at this point."""
+    """Rank 0 serves the store, but no rank needs the store when rank 0 is killed."""
     ranks = programs.start("loop", 2, ITEMS="1000")
     for rank in ranks:
         rank.wait_for("loops")
@@ -230,7 +230,7 @@ def test_an_interrupted_rank_ends_immediately(programs: Programs, algorithm: str
     ranks[1].process.send_signal(signal.SIGINT)
     for rank in ranks:
         word = rank.wait_for("raised")
-        # A fault between two calls ends no call. The rank's next call, which then fails, is a different one.
+        # A fault between two calls ends no call. Only the next call of the rank fails.
         expected = ("KeyboardInterrupt",) if rank is ranks[1] else ("CollectiveError", "MismatchError")
         assert word["kind"] in expected
         assert word["at"] - since < PROMPT_S
@@ -246,7 +246,7 @@ def test_more_ranks_than_cores(programs: Programs, algorithm: str) -> None:
 
 
 class TestMeeting:
-    """A rank that cannot join prints the reason in one sentence."""
+    """A rank that cannot join prints the reason as one sentence."""
 
     def _refused(self, rank: Rank, kind: str, *texts: str, warns: str = "") -> None:
         word = rank.wait_for("not joined", "joined")

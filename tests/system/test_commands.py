@@ -26,8 +26,8 @@ def test_help_has_an_example(command: str) -> None:
     assert f"Example: paceline {command}" in " ".join(finished.output.split())
 
 
-def test_version(paceline_afresh: Commands) -> None:
-    assert paceline_afresh.succeed("--version").out.startswith("paceline 0.")
+def test_version(paceline_spawned: Commands) -> None:
+    assert paceline_spawned.succeed("--version").out.startswith("paceline 0.")
 
 
 def test_doctor(paceline: Commands) -> None:
@@ -39,7 +39,7 @@ def test_doctor(paceline: Commands) -> None:
 def test_pushes_and_pulls_of_one_key_are_measured(warm_clusters: None) -> None:
     results = bench_ps(rows=200_000)
     found = list(itertools.islice(results, 3))
-    del results  # which ends the cluster
+    del results  # this command ends the cluster
     assert {(result.work, result.keys, result.dim) for result in found} == {
         (work, 1, 1) for work in ("push", "pull", "push_pull")
     }

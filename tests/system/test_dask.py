@@ -44,7 +44,7 @@ _SOON = timedelta(seconds=0.3)
 
 @pytest.fixture(scope="module")
 def client(session: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A client of a cluster with two workers, whose processes have the session's mark."""
+    """A client of a cluster with two workers. Their processes have the session's mark in their environment."""
     folder = tmp_path_factory.mktemp("dask")
     environment = {**os.environ, **_QUIET, MARK: session.mark, "DASK_TEMPORARY_DIRECTORY": str(folder)}
     with subprocess.Popen(
@@ -60,7 +60,7 @@ def client(session: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 @pytest.fixture(autouse=True)
 def _all_ended(client: Client, session: Any) -> Iterator[None]:
-    """Check that after the test no process or file of a run is left."""
+    """Check after the test that no process or file of a run is left."""
     yield
 
     wait_functions_ended(session.mark)

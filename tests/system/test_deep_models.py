@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def write_pairs(path: Path, seed: int) -> None:
-    """Write rows with weights and three columns: the label depends on the pair of two columns, not on the third."""
+    """Write rows with weights and three columns. The label depends only on the pair of the first two columns."""
     rng = np.random.default_rng(seed)
     a, b, c = rng.integers(0, 4, (3, 4000))
     labels = rng.random(4000) < np.where((a + b) % 2 == 0, 0.9, 0.1)
@@ -44,10 +44,10 @@ def train(paceline: Commands, *options: str) -> Finished:
 
 
 def test_a_deep_model_is_trained_and_used(paceline: Commands, tmp_path: Path) -> None:
-    """A training with weights and a validation file."""
+    """The training uses weights of rows and a validation file."""
     paceline = replace(paceline, kind="torch")
     trained = train(paceline, "--validation", "eval.csv", "--progressive")
-    assert trained.json["auc"] > 0.88  # the truth's is 0.9
+    assert trained.json["auc"] > 0.88  # the true probabilities reach 0.9
     assert len(trained.json["validation"]["passes"]) <= 4
     assert "on the validation file" in trained.err
     predicted = paceline.succeed("predict", "model", "eval.csv", "-o", "out.txt", "--json").json
@@ -71,7 +71,7 @@ def test_a_deep_model_is_exported_and_trained_further(
 ) -> None:
     paceline = replace(paceline, kind="torch")
     train(paceline)
-    paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")  # torch makes it to export
+    paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")  # created by torch's export
     for file in ("weights.npz", "network.onnx"):
         paceline.succeed("model", "export", "model", file)
     files = [str(tmp_path / name) for name in ("weights.npz", "network.onnx")]

@@ -1,4 +1,4 @@
-"""Trainings on data that is malformed, or from which nothing can be learned."""
+"""Trainings on malformed data, and on data without information about the label."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_lines_without_a_label_are_skipped_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_learnable", [True, False])
-def test_several_classes_of_which_nothing_is_learned(tmp_path: Path, is_learnable: bool) -> None:
+def test_a_useless_model_of_several_classes_is_reported(tmp_path: Path, is_learnable: bool) -> None:
     rng = random.Random(4)
     classes = [rng.choice("abc") for _ in range(600)]
     sites = classes if is_learnable else [rng.choice("abc") for _ in classes]

@@ -1,4 +1,4 @@
-"""``paceline train --validation``: the best pass's model is saved, over two runs too; ``--schedule``: rates fall."""
+"""``paceline train --validation`` saves the model of the best pass, also over two runs. ``--schedule``: rates fall."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path]
     numbers = [entry["pass"] for entry in found["passes"]]
     losses = [entry["log_loss"] for entry in found["passes"]]
     assert numbers == list(range(1, len(numbers) + 1))
-    assert len(numbers) == found["best_pass"] + 1 < 9  # one pass without progress was enough
+    assert len(numbers) == found["best_pass"] + 1 < 9  # the training ends after one pass without progress
     assert losses.index(min(losses)) + 1 == found["best_pass"]
     assert first.json["examples"] == 12_000 * len(numbers)
     assert f"stopped after pass {len(numbers)} of at most 9: no progress since pass {found['best_pass']}" in first.err
-    # The rows in the servers and those on disk are of that pass.
+    # The rows in the servers and on disk are the rows of the best pass.
     assert first.json["log_loss"] == pytest.approx(found["best_loss"], abs=5e-3)  # the offset is corrected at the end
     predicted = paceline.succeed("predict", "model", validation, "-o", "out", "--json").json
     assert predicted["log_loss"] == pytest.approx(first.json["log_loss"], abs=1e-7)
 
-    # Another run continues, and has the best pass of the former run.
+    # Another run continues, and knows the best pass of the earlier run.
     shutil.rmtree(tmp_path / "model")
     again = paceline.succeed(*common, "--epochs", "9", "--patience", "2", "--resume", tmp_path / "model-snapshots")
     assert again.json["validation"]["best_loss"] <= found["best_loss"]
     predicted = paceline.succeed("predict", "model", validation, "-o", "out", "--json").json
     assert predicted["log_loss"] == pytest.approx(again.json["log_loss"], abs=1e-7)
 
-    # Ctrl-C leaves the best pass's model too; the best pass of another training is of no interest.
+    # After Ctrl-C, the saved model is the best pass's model. The best pass of another training is ignored.
     shutil.rmtree(tmp_path / "model")
     running = paceline.start(*common, "--epochs", "500", "--patience", "500", "--snapshot-every", "6000")
     running.wait_line("pass 2: on the validation file")
@@ -56,7 +56,7 @@ def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path]
 
 @pytest.mark.thorough
 def test_rates_fall_from_pass_to_pass(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """Steps of a thousandth teach next to nothing; the saved model has the whole rate again."""
+    """A thousandth of the rate changes the model very little. The saved model has the full rate again."""
     train, validation = click_log
     common: list[str | Path] = ["train", train, "--validation", validation, "--epochs", "3", "--update", "sgd"]
     common += ["--lr", "0.002", "--workers", "1", "--consistency", "sequential", "--save", "model", "--json"]
@@ -69,7 +69,7 @@ def test_rates_fall_from_pass_to_pass(paceline: Commands, click_log: tuple[Path,
     assert abs(constant[1] - constant[0]) > 5e-4
     assert read_model(tmp_path / "model").table("lr").spec.update["lr"] == 0.002
 
-    # Within a pass too: a small file is learned from all the same, less than with the whole rate from the start.
+    # The rate also rises within a pass, so one pass over a small file changes the model, but less than the full rate.
     (tmp_path / "small.csv").write_text("a,y\n" + "p,1\nq,0\n" * 300)
     common = ["train", "small.csv", "--epochs", "1", "--update", "adagrad", "--workers", "1", "--batch-size", "16"]
     unlearned, risen, whole = (

@@ -127,7 +127,7 @@ print("weights", rank, *strategy.module.weight.reshape(-1).tolist(), flush=True)
 
 @pytest.fixture
 def elastic(paceline: Commands, tmp_path: Path) -> Commands:
-    """Commands whose ranks are forked from a process that has imported torch."""
+    """Run commands whose ranks are forked from a process that has imported torch."""
     paceline.environment[RANKS] = "torch"
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "count.py").write_text(_COUNT)
@@ -152,13 +152,13 @@ def test_the_survivors_of_a_killed_rank_continue_and_a_new_rank_joins(elastic: C
     last = ends(finished)
     assert last.keys() == {0, 2, 3}
     assert len(set(last.values())) == 1, "the ranks differ"
-    assert [finished.out.count(f"starts {incarnation} ") for incarnation in (0, 2)] == [1, 1], "a restart"
+    assert [finished.out.count(f"starts {incarnation} ") for incarnation in (0, 2)] == [1, 1], "restarted"
     check_items(tmp_path)
     losses = [float(next(iter(ends(run).values()))[1]) for run in (undisturbed, finished)]
     assert losses[1] < max(2 * losses[0], 0.05), losses
 
 
-def test_ranks_are_killed_in_the_middle_of_an_all_reduce_again_and_again(elastic: Commands, tmp_path: Path) -> None:
+def test_ranks_are_repeatedly_killed_during_an_all_reduce(elastic: Commands, tmp_path: Path) -> None:
     finished = run(elastic, 3, "0,2,3,4,5", 6)
     assert finished.status == 0, finished
     assert finished.err.count("was killed by SIGKILL") >= 4
@@ -177,8 +177,8 @@ def test_ranks_are_killed_in_the_middle_of_an_all_reduce_again_and_again(elastic
         pytest.param("0,2,3,4", "5", marks=pytest.mark.thorough),
     ],
 )
-def test_each_sample_is_once_in_a_step_of_constant_size(elastic: Commands, victims: str, last: str) -> None:
-    """24 samples in a step: two batches of each of three ranks, or three batches of two ranks, or six of one rank."""
+def test_each_sample_is_used_once_in_steps_of_constant_size(elastic: Commands, victims: str, last: str) -> None:
+    """A step has 24 samples: two batches on each of three ranks, three batches on two ranks, or six on one rank."""
     options = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "3", "--global-batch", "24"]
     options += ["--snapshot-dir", "snapshots", "--snapshot-every", "1ms"] if victims == "1,3" else []
     finished = elastic.run("run", *options, "count.py", "240", victims, last, "4")
@@ -187,7 +187,7 @@ def test_each_sample_is_once_in_a_step_of_constant_size(elastic: Commands, victi
     found = re.findall(r"ends (\d+) (\d+) (\S+) (\S+) (\d+) (\d+) \[(\S+),", finished.out)
     assert len(found) == 3
     for member, epochs, least, most, steps, schedule, _ in found:
-        # Each mean is over 24 samples, so that each sample changes its weight by 1/24 in each epoch.
+        # Each mean is over 24 samples, so each sample changes its weight by 1/24 in each epoch.
         assert float(least) == pytest.approx(int(epochs) / 24, rel=1e-9)
         assert float(most) == pytest.approx(int(epochs) / 24, rel=1e-9)
         assert int(schedule) == 10 * int(epochs)
@@ -247,7 +247,7 @@ def test_a_slow_rank_is_left_out_until_it_has_recovered(elastic: Commands, tmp_p
         assert float(most) == pytest.approx(int(epochs) / 24, rel=1e-9)
 
 
-def test_a_rank_that_stays_slow_ends_with_the_others(elastic: Commands, tmp_path: Path) -> None:
+def test_a_rank_that_stays_slow_ends_with_the_other_ranks(elastic: Commands, tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
     ranks = ["--strategy", "all-reduce", "--min-ranks", "2", "--nproc-per-node", "3", "--drop-stragglers", "5"]
     finished = elastic.run("run", *ranks, "count.py", "240", "", "0", "2", "0.02", "-1")
@@ -272,7 +272,7 @@ def test_a_rank_dies_after_a_vote_that_another_rank_loses(elastic: Commands, opt
 
 
 def test_gradients_are_the_mean_over_samples(elastic: Commands) -> None:
-    """Two ranks with 11 samples: a step of 4 and 4 samples, then one of 2 and 1."""
+    """Two ranks have 11 samples: a step of 4 and 4 samples, and then a step of 2 samples and 1 sample."""
     options = ["--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "2"]
     finished = elastic.run("run", *options, "count.py", "11", "", "1", "1")
     assert finished.status == 0, finished

@@ -1,4 +1,4 @@
-"""The examples for PyTorch with little data, as a user runs them: one file, several strategies."""
+"""The examples for PyTorch with little data: each file runs with several strategies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checked(text: str, *fields: str) -> dict[str, Any]:
 
 @pytest.fixture
 def run_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run an example without a launcher, in this process: each other costs seconds to import torch."""
+    """Run an example in this process, without a launcher. Another process would need seconds to import torch."""
     for name in ("RANK", "WORLD_SIZE", "PACELINE_STRATEGY", "PACELINE_SCHEDULER"):
         monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
@@ -76,7 +76,7 @@ def test_mnist(
     common = (*arguments, tmp_path / "served", "--batch-size", "32")
     served = run_under(paceline, "parameter-server", launch, "mnist.py", *common, field="accuracy")
     for found in (mirrored, served):
-        # The same batches: at most 4 images of 2,000 differ, as sums are made in another order.
+        # The batches are the same. At most 4 images of 2,000 differ, because sums have another order.
         assert found["accuracy"] == pytest.approx(alone["accuracy"], abs=0.002)
     assert all((tmp_path / name / "manifest.json").exists() for name in ("alone", "mirrored", "served"))
 
@@ -100,7 +100,7 @@ def test_charlm(paceline: Commands, run_alone: Any, real_data: Path, capsys: pyt
     arguments = ("--data", text, "--limit", "30000", "--length", "32", "--batch-size")
     run_alone("charlm.py", *arguments, "16", "--json")
     alone = checked(capsys.readouterr().out, "loss")
-    assert 1.5 < alone["loss"] < 3.3  # nats; the logarithm of 60 characters is 4.1
+    assert 1.5 < alone["loss"] < 3.3  # in nats; the logarithm of 60 characters is 4.1
     found = run_under(paceline, "sharded", ("--nproc-per-node", "2"), "charlm.py", *arguments, "8", field="loss")
     assert found["loss"] == pytest.approx(alone["loss"], abs=0.02)
 
@@ -116,7 +116,7 @@ def test_mesh(paceline: Commands) -> None:
 def test_missing_data(run_alone: Any, script: str) -> None:
     with pytest.raises(SystemExit) as ended:
         run_alone(script, "--data", "nowhere")
-    message = ended.value.code  # text is printed, and the status is 1
+    message = ended.value.code  # the script prints a message and ends with status 1
     assert isinstance(message, str)
     assert message.startswith(f"{script}: ")
     assert "nowhere" in message

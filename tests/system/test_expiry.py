@@ -1,4 +1,4 @@
-"""Features that passes have not seen are dropped: by all servers of a chain, and from a model trained further."""
+"""Features that do not occur for some passes are dropped, by all servers of a chain and in further trainings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_unseen_rows_are_removed_from_the_replica_too() -> None:
         table.push(keys[:2000], grads[:2000], tick=True).wait()
         table.pull(keys[:1])
         assert table.erase_unseen(2) == 0
-        os.kill(cluster.pids("server")[0], signal.SIGKILL)  # whose replica has recorded the same
+        os.kill(cluster.pids("server")[0], signal.SIGKILL)  # the replica has recorded the same passes
         assert table.erase_unseen(1) == 3000
         np.testing.assert_array_equal(table.pull(keys).ravel(), [-2.0] * 2000 + [0.0] * 3000)
         assert len(table) == 2000
@@ -64,7 +64,7 @@ def test_further_training_of_a_model_erases_old_rows(tmp_path: Path) -> None:
 
 
 def write_pairs(path: Path, examples: int, strangers: int) -> Path:
-    """Write labels that depend on the pair of an example's two features, then examples of features that occur once."""
+    """Write examples whose label depends on a pair of features, and then examples with features that occur once."""
     random = np.random.default_rng(examples)
     lines = [
         f"{(a + b) % 2} {a}:1 {b}:1\n"
@@ -74,7 +74,7 @@ def write_pairs(path: Path, examples: int, strangers: int) -> Path:
     return path
 
 
-def test_factors_and_counts_go_with_the_feature_and_not_before(tmp_path: Path) -> None:
+def test_factors_and_counts_are_dropped_together_with_the_feature(tmp_path: Path) -> None:
     first, second = write_pairs(tmp_path / "1.svm", 3000, 100), write_pairs(tmp_path / "2.svm", 1000, 0)
     model = SparseFactorizationMachine(factor_min_count=50, factor_lr=0.3, factor_l2=0.0)
     common: dict[str, Any] = {"model": model, "adapt": "no", "evaluation": [second]}

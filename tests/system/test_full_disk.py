@@ -13,7 +13,7 @@ from paceline.storage.snapshot_directory import read_newest
 
 from .running import Commands, Finished
 
-_HOLD = 'mount -t tmpfs -o size=2m tmpfs "$0" && echo mounted && exec cat'  # until its standard input ends
+_HOLD = 'mount -t tmpfs -o size=2m tmpfs "$0" && echo mounted && exec cat'  # runs until its standard input ends
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Disk:
     """A file system of 2 MiB in a mount namespace."""
 
     folder: Path
-    """Its path in the namespace."""
+    """The path of the disk in the namespace."""
     seen: Path
-    """Its path outside of the namespace."""
+    """The path of the disk outside of the namespace."""
     within: Path
     """The namespace."""
 
@@ -53,7 +53,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def test_a_full_disk_and_a_read_only_disk(paceline: Commands, click_log: tuple[Path, Path], disk: Disk) -> None:
-    """The disk has space for one snapshot, and not for a model in addition."""
+    """The disk has space for one snapshot, but not for a further model."""
     snapshots, model = disk.folder / "snapshots", disk.folder / "model"
 
     def train(*arguments: str | Path) -> tuple[Finished, list[str]]:
@@ -89,10 +89,10 @@ def test_a_full_disk_and_a_read_only_disk(paceline: Commands, click_log: tuple[P
 
 
 def test_a_full_spill_disk_ends_the_training(paceline: Commands, tmp_path: Path, disk: Disk) -> None:
-    """Otherwise pushes are refused one by one, and the training ends without an error and without their rows."""
+    """Otherwise pushes would be rejected one by one, and the training would end without an error and without rows."""
     data = tmp_path / "wide.svm"
     lines = [f"{row % 2} " + " ".join(f"{row * 40 + i}:1" for i in range(40)) + "\n" for row in range(6000)]
-    data.write_text("".join(lines) + lines[0] * 6000)  # the last half finds existing rows
+    data.write_text("".join(lines) + lines[0] * 6000)  # the second half pushes to existing rows
     finished = paceline.start(
         "train", data, "-q", "--workers", "1", "--batch-size", "64", "--epochs", "1", "--consistency", "eventual",
         "--memory-limit", "512K", "--spill-dir", disk.folder, within=disk.within,

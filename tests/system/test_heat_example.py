@@ -1,4 +1,4 @@
-"""The heat example, as a person runs it."""
+"""The heat example as a process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_several_ranks_compute_the_same(paceline: Commands) -> None:
     assert 0.05 < result["mean"] < 0.3
 
 
-def test_a_picture_for_people(paceline: Commands) -> None:
+def test_the_picture_is_printed(paceline: Commands) -> None:
     finished = run(paceline, "--ranks", "1")
     assert (finished.status, finished.err) == (0, "")
     assert "1 ranks as 1 x 1" in finished.out

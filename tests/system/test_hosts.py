@@ -31,7 +31,7 @@ print(f"rank {strategy.rank} of {strategy.world_size} has ended", flush=True)
 
 @pytest.fixture
 def commands(paceline: Commands, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    """Runs commands that find the hosts."""
+    """Run commands that find the hosts."""
     variables = {name: paceline.environment[name] for name in (MARK, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
     hosts = SshHosts(tmp_path_factory.mktemp("hosts"), variables)
     (paceline.folder / "train.py").write_text(_TRAIN)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("warm_clusters")
 CSV = "label,site,age,size\n" + "1,news,31,2\n0,shop,20,3\n1,news,17,5\n0,42,2,8\n" * 25
 
 
-def test_two_passes_are_one_and_one_more(click_log: tuple[Path, Path], tmp_path: Path) -> None:
+def test_one_pass_and_a_further_pass_equal_two_passes(click_log: tuple[Path, Path], tmp_path: Path) -> None:
     def train(epochs: int, save: str, init_from: Path | None = None, servers: int = 1) -> None:
         options = TrainOptions(
             data=[click_log[0]], epochs=epochs, save=tmp_path / save, init_from=init_from, adapt="no",
@@ -55,7 +55,7 @@ def test_columns_come_from_the_model_and_mismatches_are_rejected(
     data.write_text(CSV)
     common: list[str | Path] = ["train", data, "-q", "--workers", "1", "--epochs", "1"]
     paceline.succeed(*common, "--label", "label", "--categorical", "site,size", "--numeric", "age", "--save", "model")
-    more = tmp_path / "more.csv"  # on other scales than the model's, which stay
+    more = tmp_path / "more.csv"  # numbers on another scale; the model keeps its scales
     more.write_text(CSV.replace(",31,", ",310,"))
     same = ("--label", "label", "--categorical", "site,size", "--numeric", "age")
     paceline.succeed("train", more, *common[2:], *same, "--init-from", "model", "--save", "further")

@@ -1,4 +1,4 @@
-"""``paceline train --interactions`` and ``--min-count``: stored in the model, and applied by every command."""
+"""``paceline train --interactions`` and ``--min-count``: the model stores them, and every command applies them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_interactions_of_two_columns_are_learned(paceline: Commands, tmp_path: P
 
 @pytest.mark.thorough
 def test_fields_of_lines_and_bins_of_columns(paceline: Commands, tmp_path: Path) -> None:
-    """Namespaces with several features, in text and converted; fields of JSON; a column with a nonlinear effect."""
+    """Data with namespaces of several features (text and converted), fields of JSON, and a nonlinear column."""
     random = np.random.default_rng(7)
     n = 3000
     a, b, noise = random.integers(0, 2, (3, n))

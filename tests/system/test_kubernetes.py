@@ -109,7 +109,7 @@ def test_each_line_is_printed_once_over_several_connections(
     assert cluster.dropped_after == []
 
 
-def test_the_status_of_the_pod_that_failed(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_status_of_a_failed_pod_is_returned(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:
     end = follow(
         "import os, sys, time\nif os.environ['PET_NODE_RANK'] == '1': sys.exit(3)\ntime.sleep(60)", num_nodes=2
     )
@@ -189,7 +189,7 @@ def _other_job() -> dict[str, Any]:
     }
 
 
-def test_a_server_that_fails_for_some_time(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:
+def test_temporary_failures_of_the_api_server(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:
     lost = [("POST", "/secrets", 0), ("POST", "/jobs", 500), ("POST", "/jobs", 0), ("DELETE", "/services", 429)]
     cluster.failures = [*lost, ("GET", "/jobs", 503), ("GET", "/jobs", 0), ("GET", "/pods", 429), ("GET", "/log", 500)]
     assert follow("print('hello')", num_nodes=2) == RunEnd(0, None)
@@ -211,7 +211,7 @@ def test_logs_that_may_not_be_read(cluster: KubernetesCluster, capfd: pytest.Cap
 def test_lines_that_come_faster_than_they_are_printed(
     cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither printing nor the store of unprinted lines may grow without a limit."""
+    """The memory for lines that are not yet printed is limited."""
     for module in ("kubernetes", "pod_logs"):
         monkeypatch.setattr(f"paceline.launch.engines.{module}.MOST_LINES", 10)
     taken: list[int] = []
@@ -220,7 +220,7 @@ def test_lines_that_come_faster_than_they_are_printed(
     class Output:
         def write(self, data: bytes) -> None:
             taken.append(data.count(b"\n"))
-            time.sleep(0.1)  # the reader is slower than the pods
+            time.sleep(0.1)  # the reader of the output is slower than the pods
             waiting.append(engine._lines.qsize())
 
         def flush(self) -> None:
@@ -238,7 +238,7 @@ def test_lines_that_come_faster_than_they_are_printed(
     assert 10 <= max(waiting) <= 12
 
 
-def test_a_second_ctrl_c_names_the_objects_that_are_left(
+def test_a_second_ctrl_c_names_the_remaining_objects(
     cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def call(api: ClusterApi, method: str, *words: Any, **options: Any) -> Any:
@@ -271,7 +271,7 @@ def test_a_rejection_while_the_run_is_followed(cluster: KubernetesCluster, capfd
 
 
 def test_objects_of_another_run_remain(cluster: KubernetesCluster) -> None:
-    """Another user deletes the objects while they are followed, and creates others with the same names."""
+    """During the run, another user deletes the objects and creates other objects with the same names."""
     role = RunRole(name="ranks", command=("sleep", "60"), num_nodes=2, num_cpus=1)
     with Kubernetes(EngineFlags(pods=PodOptions(image="image", name="demo"))) as engine:
         engine.start([role])

@@ -1,4 +1,4 @@
-"""Server processes that get no more memory: they refuse, or end when in doubt, and nothing acknowledged is lost."""
+"""Servers without further memory reject pushes, or end if their state is uncertain. No acknowledged push is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def keys_of(number: int) -> Keys:
 
 
 def wait_complete(client: Client, without: int) -> None:
-    """Wait until two servers have each bucket again, without the process `without`."""
+    """Wait until two servers other than the process `without` have each bucket."""
     for _ in range(600):
         found: messages.View = client.link.get_view()
         is_whole = all(len(group.members) == 2 and group.filling is None for group in found.groups)
@@ -49,7 +49,7 @@ def wait_complete(client: Client, without: int) -> None:
 
 @pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
 def test_a_server_short_of_memory_loses_nothing(consistency: Consistency) -> None:
-    """Otherwise a replica has the push in its filter and not in its table, and acknowledges the repeated push."""
+    """Otherwise a replica would have a push in its filter but not in its table, and acknowledge the repeated push."""
     with paceline.local_cluster(servers=2, workers=1, replicas=1, consistency=consistency) as cluster:
         client = cluster.connect(timeout_s=60.0)
         table = client.sparse_table("t", dim=DIM, update=paceline.SGD(lr=1.0))
@@ -62,14 +62,14 @@ def test_a_server_short_of_memory_loses_nothing(consistency: Consistency) -> Non
         for number in range(1, 80):
             try:
                 table.push(keys_of(number), ones(ROWS), tick=True).wait()
-                table.pull(keys_of(number)[:1])  # under sequential: its iteration is in the chain
+                table.pull(keys_of(number)[:1])  # with sequential consistency, the chain has the iteration
                 acknowledged.append(number)
             except PacelineError:
                 num_refused += 1
             if not psutil.pid_exists(short) or num_refused > 5:
                 break
         else:
-            raise AssertionError("there was memory enough")
+            raise AssertionError("the memory was sufficient")
         if psutil.pid_exists(short):
             os.kill(short, signal.SIGKILL)
         wait_complete(client, short)

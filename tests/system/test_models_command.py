@@ -12,7 +12,7 @@ from .running import Commands
 
 
 def write_numbers(path: Path, seed: int, *, classes: bool) -> list[float]:
-    """Write LIBSVM rows; return their labels: a number that two features make up, or which of three ranges it is in."""
+    """Write LIBSVM rows; return their labels: a number that depends on two features, or one of three ranges."""
     rng = np.random.default_rng(seed)
     features = rng.normal(size=(4000, 2))
     exact: npt.NDArray[np.float64] = 10 + 2 * features[:, 0] - features[:, 1] + 0.1 * rng.normal(size=4000)
@@ -59,7 +59,7 @@ def test_classes(paceline: Commands, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_weights_of_rows_and_classes(paceline: Commands, tmp_path: Path) -> None:
-    """A row of weight 3 is three rows; predictions after passing negatives over are calibrated."""
+    """A row of weight 3 counts like three rows. Predictions are calibrated although negatives were dropped."""
     rng = np.random.default_rng(0)
     sites, is_click = rng.integers(0, 5, 20_000), np.zeros(20_000, np.int64)
     is_click[:] = rng.random(20_000) < 0.02 + 0.03 * sites

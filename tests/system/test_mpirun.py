@@ -51,7 +51,7 @@ def find_mpirun(mpi: str) -> list[str]:
 def variables() -> dict[str, str]:
     """Return variables for mpirun, two of which permit it to run as root."""
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**os.environ, **allowed, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}  # Open MPI's ranks have a terminal
+    return {**os.environ, **allowed, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}  # ranks of Open MPI have a terminal
 
 
 @pytest.mark.parametrize(

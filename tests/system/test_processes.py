@@ -12,18 +12,18 @@ import pytest
 from .running import PROMPT_S, Commands, Running, parse_json, wait_until
 
 LONG = ["--epochs", "100000"]
-"""More passes than anybody waits for."""
+"""More passes than any test completes."""
 
 
 def start(paceline: Commands, click_log: tuple[Path, Path], *arguments: str) -> Running:
-    """Start a training with 2 workers, and wait until it is in its midst."""
+    """Start a training with 2 workers, and wait until it has printed losses."""
     running = paceline.start("train", click_log[0], "--workers", "2", "--progressive", *arguments)
     running.wait_trains()
     return running
 
 
 def sentences(text: str) -> list[str]:
-    """The printed settings and messages, without the progressive losses, and the quality of the model."""
+    """Return the printed settings and messages, without the progressive losses and the quality of the model."""
     notices = ("since last", "(chosen on", "may have learned nothing")
     lines = [line for line in text.splitlines() if not any(other in line for other in notices)]
     return [line for line in lines if line.strip(" 0123456789.,%-")]
@@ -49,17 +49,17 @@ def test_sigterm_during_a_training(paceline: Commands, click_log: tuple[Path, Pa
     assert (finished.status, sentences(finished.err)) == (143, ["paceline: ended by a signal"])
 
 
-def test_interrupted_while_processes_start(paceline_afresh: Commands, click_log: tuple[Path, Path]) -> None:
-    running = paceline_afresh.start("train", click_log[0], *LONG, "--save", "model")
+def test_interrupted_while_processes_start(paceline_spawned: Commands, click_log: tuple[Path, Path]) -> None:
+    running = paceline_spawned.start("train", click_log[0], *LONG, "--save", "model")
     wait_until(lambda: len(psutil.Process(running.process.pid).children(recursive=True)) > 1, "no process was started")
     running.signal(signal.SIGINT)
     finished = running.wait()
     assert (finished.status, sentences(finished.err)) == (130, ["paceline: interrupted"])
 
 
-def test_killing_the_parent_ends_the_other_processes(paceline_afresh: Commands, click_log: tuple[Path, Path]) -> None:
-    """The fixture checks that the temporary files are removed too."""
-    running = start(paceline_afresh, click_log, *LONG, "--servers", "2")
+def test_killing_the_parent_ends_the_other_processes(paceline_spawned: Commands, click_log: tuple[Path, Path]) -> None:
+    """The fixture also checks that the temporary files are removed."""
+    running = start(paceline_spawned, click_log, *LONG, "--servers", "2")
     children = psutil.Process(running.process.pid).children(recursive=True)
     assert len(children) == 6  # scheduler, servers, workers, and the process that they are forked from
     running.process.kill()
@@ -69,7 +69,7 @@ def test_killing_the_parent_ends_the_other_processes(paceline_afresh: Commands, 
 
 
 def test_a_killed_worker(paceline: Commands, click_log: tuple[Path, Path]) -> None:
-    """The other workers continue and read its shards again, and each example counts once per epoch."""
+    """The other workers read the shards of the killed worker again. Each example is counted once per epoch."""
     running = start(paceline, click_log, "--epochs", "15", "--eval", str(click_log[1]), "--json")
     running.children("worker")[1].kill()
     finished = running.wait()
@@ -104,7 +104,7 @@ def test_a_stopped_worker_is_declared_dead(paceline: Commands, click_log: tuple[
 
 
 @pytest.mark.thorough
-def test_a_stopped_worker_is_not_waited_for(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+def test_a_training_does_not_wait_for_a_stopped_worker(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, "--epochs", "25", "--heartbeat-timeout", "1", "--json")
     running.children("worker")[0].suspend()
     finished = running.wait(PROMPT_S)
@@ -124,7 +124,7 @@ def test_a_killed_server(paceline: Commands, click_log: tuple[Path, Path], tmp_p
 
 @pytest.mark.parametrize("consistency", [pytest.param("bounded:4", marks=pytest.mark.thorough), "sequential"])
 def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
-    """The other server serves its rows, and the training ends normally."""
+    """The other server serves the rows of the killed server, and the training ends normally."""
     options = ["--servers", "2", "--replicas", "1", "--eval", str(click_log[1]), "--json", "--consistency", consistency]
     running = start(paceline, click_log, "--epochs", "15", *options)
     message = "a server died"
@@ -139,7 +139,7 @@ def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path
 
 @pytest.mark.parametrize("consistency", [pytest.param("bounded:4", marks=pytest.mark.thorough), "sequential"])
 def test_a_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
-    """Another scheduler takes its place, twice; each example counts once per epoch, as without the deaths."""
+    """Another scheduler replaces the killed scheduler, twice. Each example is counted once per epoch."""
     running = start(
         paceline, click_log, "--epochs", "25", "--eval", str(click_log[1]), "--json", "--consistency", consistency
     )

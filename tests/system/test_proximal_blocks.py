@@ -110,7 +110,7 @@ def test_the_optimum_is_found(tmp_path: Path, servers: int, workers: int, max_de
     assert passes[0].active == passes[-1].active == 1.0
     assert min(report.active for report in passes) < 0.9
     assert passes[-1].features == NUM_COLUMNS - 1  # one column has no values
-    # The saved model is an ordinary model, and its predictions have this loss.
+    # The saved model is an ordinary model; its predictions have the reported loss.
     model = package.load(tmp_path / "model")
     weights = model.weights()
     assert np.count_nonzero(weights.values) == passes[-1].nonzero == result.num_features
@@ -132,7 +132,7 @@ def test_printed_progress(paceline: Commands, tmp_path: Path) -> None:
     settings = {"solver": "proximal-blocks", "l1": 1.0, "l2": 0.0, "max_delay": 0, "max_passes": 3}
     assert settings.items() <= found.json["settings"].items()
     assert "alpha" not in found.json["settings"]
-    # The remaining negatives have larger weights, so the mean loss is one of all rows.
+    # The remaining negatives have larger weights, so the mean loss estimates the loss of all rows.
     kept = paceline.succeed(*common, "--l1", "1000", "--keep-negatives", "0.2", "--json")
     assert kept.json["examples"] == found.json["examples"]
     assert kept.json["train_log_loss"] < 0.75
@@ -144,8 +144,8 @@ def test_printed_progress(paceline: Commands, tmp_path: Path) -> None:
     assert "all 2 labels are 1" in one.err
 
 
-def test_a_dying_worker_is_done_without(tmp_path: Path) -> None:
-    """The other workers read its examples again and find the same optimum; if all workers die, there is an error."""
+def test_a_training_continues_after_the_death_of_a_worker(tmp_path: Path) -> None:
+    """The other workers read its examples again and find the same optimum. The death of all workers is an error."""
     matrix, labels = write_examples(tmp_path / "rows.svm")
     blocks = ProximalBlocks(l1=1.5, tolerance=1e-8)
     data = [tmp_path / "rows.svm"]

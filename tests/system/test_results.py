@@ -1,4 +1,4 @@
-"""The README's results on real data with default settings."""
+"""The README's results on real data, with default settings."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a9a(paceline: Commands, real_data: Path) -> None:
 
 
 def test_agaricus(paceline: Commands, real_data: Path) -> None:
-    """So few rows need more passes and smaller minibatches than click logs, for which the defaults are chosen."""
+    """So few rows need more passes and smaller minibatches than a click log."""
     folder = real_data / "agaricus"
     result = paceline.succeed(
         "train", folder / "agaricus.txt.train", "--eval", folder / "agaricus.txt.test",

@@ -1,4 +1,4 @@
-"""Scripts whose ranks all end: the next start continues from the snapshot, and uses each sample once."""
+"""After all ranks of a script have ended, the next start continues from the snapshot and uses each sample once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ print("ends", strategy.world_size, -weight.min().item(), -weight.max().item(), c
 
 
 def expected(num_ranks: int) -> str:
-    """Return the last line of each rank: in epoch e each sample counts 2^e times."""
+    """Return the expected last line of each rank. In epoch e, each sample has the weight 2^e."""
     return f"ends {num_ranks} {7 / (4 * num_ranks)} {7 / (4 * num_ranks)} {60 // num_ranks}"
 
 
@@ -96,7 +96,7 @@ def test_a_script_with_fewer_epochs_than_its_snapshot(paceline: Commands, tmp_pa
 
 @pytest.mark.thorough
 def test_torchrun_restarts_all_workers_and_the_training_continues(paceline: Commands, tmp_path: Path) -> None:
-    """Two agents: after the death of one rank, each agent starts its worker again."""
+    """There are two agents. After the death of one rank, each agent restarts its worker."""
     (tmp_path / "script.py").write_text(_SCRIPT)
     variables = {"PACELINE_SNAPSHOT_DIR": "snapshots", "PACELINE_SNAPSHOT_EVERY": "1ms"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:4", "--nproc-per-node", "1"]

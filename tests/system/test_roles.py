@@ -1,4 +1,4 @@
-"""A cluster whose roles are started by hand, as on several machines."""
+"""A cluster whose roles are started separately, like on several machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start_scheduler(paceline: Commands, *arguments: str | Path) -> tuple[Running
 
 
 def end(scheduler: Running, *roles: Running, is_lost: bool = False) -> None:
-    """Ctrl-C at the scheduler ends every role in good order."""
+    """Send Ctrl-C to the scheduler, and check that every role ends normally."""
     scheduler.signal(signal.SIGINT)
     for role in (scheduler, *roles):
         finished = role.wait(60.0)
@@ -68,10 +68,10 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
         "train", click_log[0], "--epochs", "100000", "--progressive", *joining, "--save", "unfinished"
     )
     long.wait_trains()
-    second = paceline.start("train", click_log[0], *joining, "-q")  # takes seconds before it calls the scheduler
+    second = paceline.start("train", click_log[0], *joining, "-q")  # not connected for some seconds
     ports = [address, *(found.group(1) for found in listening if found is not None)]
     assert len(ports) == 3
-    for port in ports:  # a process that is no peer is rejected, and no other process notices
+    for port in ports:  # a foreign process is rejected
         assert b"HTTP/1.1 200" not in speak(
             port, b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.5.0\r\n\r\n"
         )
@@ -93,7 +93,7 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     assert finished.status == 130
     assert "the unfinished model is saved in unfinished" in finished.err
 
-    # Workers take the next job, which starts with an empty table and any hyperparameters.
+    # Workers take the next job. It starts with an empty table, and may have other hyperparameters.
     first = train_once(paceline, *joining, "--lr", "0.03", "--l1", "0.5", data=click_log)
     result = train_once(paceline, *joining, "--save", "model", data=click_log)
     again = train_once(paceline, *joining, data=click_log)
@@ -133,7 +133,7 @@ def test_servers_join_and_leave_while_a_sequential_training_runs(
     worker.signal(signal.SIGSTOP)
     third = paceline.start("server", "--join", *joining)
     third.wait_line("listening on")
-    second.signal(signal.SIGTERM)  # the worker still has to report that it retains its pushes
+    second.signal(signal.SIGTERM)  # the worker must first report that it retains its pushes
     second.wait_line("moving rows to other servers")
     assert second.process.poll() is None
     worker.signal(signal.SIGCONT)
@@ -160,7 +160,7 @@ def test_servers_and_workers_wait_for_a_late_scheduler(paceline: Commands, tmp_p
     joined = paceline.start("server", "--join", *joining)
     joined.wait_line("listening on")
     stranger = paceline.run("server", "--join", *joining[:2], "--token-file", token(tmp_path, "wrong"))
-    assert (stranger.status, len(stranger.err.splitlines())) == (1, 1), stranger  # a rejection is no reason to wait
+    assert (stranger.status, len(stranger.err.splitlines())) == (1, 1), stranger  # a rejected process does not wait
     assert "token" in stranger.err
     end(scheduler, *roles, joined)
     in_vain = paceline.run("server", "--join", *joining, "--wait", "2.5")
@@ -185,7 +185,7 @@ def test_a_dying_driver_frees_the_workers(paceline: Commands, click_log: tuple[P
     assert paceline.succeed("train", click_log[0], "--epochs", "1", *joining, "--json", "-q").json["examples"] == 12_000
     long = paceline.start("train", click_log[0], "--epochs", "100000", "--progressive", *joining)
     long.wait_trains()
-    server.signal(signal.SIGTERM)  # a server that leaves loses its part of the model
+    server.signal(signal.SIGTERM)  # a leaving server drops its part of the model
     finished = long.wait()
     assert finished.status == 1
     assert "server 0 was lost, and with it a part of the model" in finished.err
@@ -206,7 +206,7 @@ def test_a_restarted_scheduler(paceline: Commands, click_log: tuple[Path, Path])
     again = ["scheduler", "--port", address.split(":")[1], "--token-file", "token", "--workers", "2"]
     scheduler = paceline.start(*again)
     scheduler.wait_line("listening on")
-    refused = paceline.run(*again)  # it exists already
+    refused = paceline.run(*again)  # the table exists already
     assert (refused.status, len(refused.err.splitlines())) == (1, 1), refused
     assert "in use" in refused.err
     finished = training.wait()
@@ -218,7 +218,7 @@ def test_a_restarted_scheduler(paceline: Commands, click_log: tuple[Path, Path])
 
 
 def make_certificates(folder: Path) -> Callable[[str], list[str | Path]]:
-    """Certificates for 127.0.0.1 of an authority of their own; return how to name them in a command."""
+    """Create an authority and certificates for 127.0.0.1; return the options that name them."""
 
     def make(name: str) -> list[str | Path]:
         authority = trustme.CA()

@@ -1,4 +1,4 @@
-"""The examples of rpc, and a worker that dies in the middle of a call."""
+"""The examples of rpc, and a worker that dies during a call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_examples_learn_and_a_dead_worker_is_reported(paceline: Commands, tm
     servers = [line for line in lines if "accuracy" in line]
     assert [line["trainer"] for line in sorted(servers, key=lambda line: line["trainer"])] == [1, 2]
     assert all(line["last_loss"] < line["first_loss"] * 0.6 for line in servers)
-    assert max(line["calls"] for line in servers) == 82  # 40 steps and one evaluation of both
+    assert max(line["calls"] for line in servers) == 82  # 40 steps and one evaluation, on both workers
     batches = [line for line in lines if "steps" in line]
     assert [line["steps"] for line in batches] == [15, 15]
     assert all(line["difference"] < 1e-5 for line in batches)
@@ -49,7 +49,7 @@ def test_the_examples_learn_and_a_dead_worker_is_reported(paceline: Commands, tm
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_program_of_spawned_processes_runs_as_over_torch_rpc(paceline: Commands) -> None:
+def test_a_program_for_torch_rpc_runs_in_spawned_processes(paceline: Commands) -> None:
     pytest.importorskip("torch")
     program = PROGRAM.with_name("rpc_spawned.py")
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -23,8 +23,8 @@ _REPORT = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
          "PACELINE_ROLE", "PACELINE_STRATEGY", "PACELINE_TOKEN", "PACELINE_SCHEDULER", "OMP_NUM_THREADS")
-told = {name: os.environ.get(name) for name in names}
-print(json.dumps({**told, "argv": sys.argv, "path": sys.path[0], "name": __name__, "torch": "torch" in sys.modules}))
+settings = {name: os.environ.get(name) for name in names}
+print(json.dumps({**settings, "argv": sys.argv, "path": sys.path[0], "name": __name__, "torch": "torch" in sys.modules}))
 """
 _WAIT = """
 import os, subprocess, sys, time
@@ -95,7 +95,7 @@ def script(folder: Path, text: str) -> str:
 
 
 def wait_pids(running: Running, count: int) -> list[int]:
-    """Return the ids of the ranks, once all wait."""
+    """Wait until all ranks wait; return their process ids."""
     found = [running.wait_line(f"[rank {rank}] waits") for rank in range(count)]
     return [int(line.split()[-1]) for line in found]
 
@@ -106,7 +106,7 @@ def processes_left(paceline: Commands) -> list[psutil.Process]:
 
 @pytest.fixture
 def forking(paceline: Commands) -> Commands:
-    """Commands whose ranks are forked too."""
+    """Run commands whose ranks are forked too."""
     paceline.environment[RANKS] = "plain"
     return paceline
 
@@ -126,10 +126,10 @@ def test_ranks_receive_rank_and_world_size(paceline: Commands, tmp_path: Path) -
         assert output["PACELINE_SCHEDULER"] is None
         assert output["PACELINE_TOKEN"]
         assert output["path"] == str(tmp_path)
-    assert reports[0] == reports[1]  # they meet
+    assert reports[0] == reports[1]  # the ranks join one group
 
 
-def test_one_rank_writes_as_it_would_alone(paceline: Commands, tmp_path: Path) -> None:
+def test_a_single_rank_writes_unchanged_output(paceline: Commands, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text("import sys; print(__name__, sys.argv[1:]); sys.exit(7)")
     finished = paceline.run("run", "-m", "package.module", "--x")
@@ -160,7 +160,7 @@ sys.stderr.flush()
     assert finished.stdout.count(b"\n") == 600
 
 
-def test_the_traceback_of_the_rank_to_blame_comes_first_and_last(forking: Commands, tmp_path: Path) -> None:
+def test_the_traceback_of_the_responsible_rank_is_printed_first_and_last(forking: Commands, tmp_path: Path) -> None:
     finished = forking.run("run", "--nproc-per-node", "3", "--log-dir", "logs", script(tmp_path, _FAIL))
     assert finished.status == 1
     lines = finished.err.splitlines()
@@ -196,9 +196,9 @@ def test_a_killed_rank_ends_the_other_ranks(paceline: Commands, tmp_path: Path, 
     assert processes_left(paceline) == []
 
 
-def test_an_interrupt_ends_all_processes_and_a_second_one_kills(paceline: Commands, tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_processes_and_a_second_interrupt_kills_them(paceline: Commands, tmp_path: Path) -> None:
     paceline.environment["CHILD"] = "1"
-    stubborn = "import signal; signal.signal(signal.SIGTERM, lambda *a: print('told', flush=True))" + _WAIT.replace(
+    stubborn = "import signal; signal.signal(signal.SIGTERM, lambda *a: print('received', flush=True))" + _WAIT.replace(
         "time.sleep(600)\n", "while True: time.sleep(600)\n"
     )
     for text, numbers, status in ((_WAIT, [signal.SIGINT], 130), (stubborn, [signal.SIGTERM, signal.SIGINT], 143)):
@@ -206,8 +206,8 @@ def test_an_interrupt_ends_all_processes_and_a_second_one_kills(paceline: Comman
         wait_pids(running, 2)
         for turn, number in enumerate(numbers):
             if turn:
-                running.wait_line("[rank 0] told")
-                running.wait_line("[rank 1] told")
+                running.wait_line("[rank 0] received")
+                running.wait_line("[rank 1] received")
             running.signal(number)
         finished = running.wait(PROMPT_S)
         assert finished.status == status, finished
@@ -215,23 +215,23 @@ def test_an_interrupt_ends_all_processes_and_a_second_one_kills(paceline: Comman
         wait_until(lambda: processes_left(paceline) == [], "processes are left")
 
 
-def test_a_killed_launcher_leaves_nothing(paceline_afresh: Commands, tmp_path: Path) -> None:
-    paceline_afresh.environment["CHILD"] = "1"
-    running = paceline_afresh.start("run", "--nproc-per-node", "2", "--strategy", "hybrid", script(tmp_path, _WAIT))
+def test_a_killed_launcher_leaves_no_process(paceline_spawned: Commands, tmp_path: Path) -> None:
+    paceline_spawned.environment["CHILD"] = "1"
+    running = paceline_spawned.start("run", "--nproc-per-node", "2", "--strategy", "hybrid", script(tmp_path, _WAIT))
     wait_pids(running, 2)
-    assert len(processes_left(paceline_afresh)) >= 1 + 2 + 2 + 2  # it, ranks, their children, scheduler and server
+    assert len(processes_left(paceline_spawned)) >= 1 + 2 + 2 + 2  # with scheduler and server
     running.kill()
-    wait_until(lambda: processes_left(paceline_afresh) == [], "processes are left")
+    wait_until(lambda: processes_left(paceline_spawned) == [], "processes are left")
 
 
-def test_a_server_strategy_gives_the_ranks_servers(forking: Commands, tmp_path: Path) -> None:
+def test_a_strategy_with_servers_starts_servers_for_the_ranks(forking: Commands, tmp_path: Path) -> None:
     command = ["run", "--nproc-per-node", "2", "--strategy", "parameter-server", "--servers", "2"]
     finished = forking.succeed(*command, script(tmp_path, _CONNECT))
     expected = "sequential:mean [-1.5, -1.5, -1.5, -1.5]"
     assert sorted(finished.out.splitlines()) == [f"[rank {rank}] {expected}" for rank in range(2)]
 
 
-def test_tls_is_for_servers_and_ranks(forking: Commands, tmp_path: Path) -> None:
+def test_servers_and_ranks_use_tls(forking: Commands, tmp_path: Path) -> None:
     good, _ = (make_certificates(tmp_path)(name) for name in ("good", "bad"))
     command = ["run", "--nproc-per-node", "2", "--strategy", "parameter-server"]
     ran = forking.succeed(*command, *good, script(tmp_path, _CONNECT))
@@ -324,7 +324,7 @@ def test_a_master_port_in_use_is_one_sentence(paceline: Commands, tmp_path: Path
 
 
 def test_other_launchers_start_an_unchanged_script(paceline: Commands, tmp_path: Path) -> None:
-    """The script finds its rank by itself."""
+    """The launcher's variables give the script its rank."""
     text = "from paceline import collectives; import numpy as np; group = collectives.init()\n"
     text += (
         "print(f'{group.rank} of {group.size}: {group.all_reduce(np.ones(1))}\\n', end='', flush=True); group.close()\n"
@@ -332,7 +332,7 @@ def test_other_launchers_start_an_unchanged_script(paceline: Commands, tmp_path:
     arguments = ["--standalone", "--nproc-per-node", "2", script(tmp_path, text)]
     finished = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *arguments],
-        env={**paceline.environment, "TMPDIR": str(tmp_path)},  # it leaves a folder there
+        env={**paceline.environment, "TMPDIR": str(tmp_path)},  # the launcher leaves a folder there
         cwd=tmp_path, capture_output=True, text=True, timeout=60.0, check=False,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr

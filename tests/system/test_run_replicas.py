@@ -110,7 +110,7 @@ print("trained", flush=True)
 
 @pytest.fixture
 def replicated(paceline: Commands, tmp_path: Path) -> Commands:
-    """A command with a token that the test knows."""
+    """Run commands with a token that the test knows."""
     paceline.environment["PACELINE_TOKEN"] = _TOKEN
     paceline.environment[RANKS] = "torch"
     # otherwise torch leaves a folder in the temporary folder
@@ -119,7 +119,7 @@ def replicated(paceline: Commands, tmp_path: Path) -> Commands:
 
 
 def start(paceline: Commands, strategy: str, *arguments: str) -> Running:
-    """Start two ranks, two servers and a replica."""
+    """Start two ranks, and two servers with one replica."""
     return paceline.start(
         "run", "--nproc-per-node", "2", "--strategy", strategy, "--servers", "2", "--replicas", "1", *arguments
     )
@@ -135,7 +135,7 @@ def kill(running: Running, role: str, scheduler: str) -> None:
         running.wait_line("another server replaces it")
 
 
-def test_a_killed_server_leaves_no_trace_in_the_model(replicated: Commands, tmp_path: Path) -> None:
+def test_a_killed_server_does_not_change_the_model(replicated: Commands, tmp_path: Path) -> None:
     running = start(replicated, "parameter-server", script(tmp_path, _TRAIN))
     scheduler = running.wait_line("kill").split()[-1]
     for role in ("scheduler", "server"):
@@ -153,7 +153,7 @@ def test_a_killed_server_leaves_no_trace_in_the_model(replicated: Commands, tmp_
     assert re.fullmatch("".join(lines), finished.err), finished.err
 
 
-def test_hybrid_trains_on(replicated: Commands, tmp_path: Path) -> None:
+def test_hybrid_training_continues_after_deaths(replicated: Commands, tmp_path: Path) -> None:
     running = start(replicated, "hybrid", script(tmp_path, _CLICKS))
     kill(running, "server", running.wait_line("kill").split()[-1])
     (tmp_path / "go").touch()
@@ -180,7 +180,7 @@ def test_more_deaths_than_replicas_end_the_run(replicated: Commands, tmp_path: P
 
 
 def test_a_node_replaces_local_servers(replicated: Commands, tmp_path: Path) -> None:
-    """A rank may outlive the end of the cluster: its node does not report a loss."""
+    """If a rank ends after the cluster, its node does not report lost data."""
     command = ["run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(two_free_ports())]
     command += ["--strategy", "parameter-server", "--servers", "2", "--replicas", "1", "--heartbeat-timeout", "3"]
     command.append("--node-rank")
@@ -190,7 +190,7 @@ def test_a_node_replaces_local_servers(replicated: Commands, tmp_path: Path) -> 
     second = replicated.start(*command, "1", name)
     first.wait_line("waits")
     second.wait_line("waits")
-    # a stopped server does not end by itself when it is declared dead
+    # a stopped server that is declared dead does not end
     second.children("server")[0].send_signal(signal.SIGSTOP)
     second.wait_line("another server replaces it")
     (tmp_path / "go").touch()

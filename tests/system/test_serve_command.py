@@ -1,4 +1,4 @@
-"""``paceline serve`` as a process: answers, a model that is replaced under load, its end."""
+"""``paceline serve`` as a process: its answers, the replacement of the model under load, and its end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def predict(connection: http.client.HTTPConnection, rows: object) -> list[float]
     return found
 
 
-def test_a_model_is_replaced_without_a_gap(tmp_path: Path) -> None:
+def test_a_model_is_replaced_without_a_failed_request(tmp_path: Path) -> None:
     model = save_weights(tmp_path / "model", {1: 1.0})
     seen: set[float] = set()
     ended = threading.Event()

@@ -70,7 +70,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def commands(paceline: Commands, slurm: SlurmCluster) -> Iterator[Commands]:
-    """Runs commands on the cluster; after the test no job is left."""
+    """Run commands on the cluster. After the test, wait until no job is left."""
     environment = {**paceline.environment, "SLURM_CONF": slurm.variables["SLURM_CONF"], "OMP_NUM_THREADS": "1"}
     (paceline.folder / "place.py").write_text(_SHOW_PLACE)
     (paceline.folder / "train.py").write_text(_TRAIN)
@@ -143,7 +143,7 @@ def test_ctrl_c_cancels_the_job_with_its_servers(commands: Commands, slurm: Slur
     slurm.wait_empty()
 
 
-def test_jobs_that_cannot_run(commands: Commands) -> None:
+def test_jobs_that_cannot_run_are_reported(commands: Commands) -> None:
     finished = commands.run("run", "--on", "slurm", "--partition", "nope", "place.py")
     assert (finished.status, "invalid partition" in finished.err) == (2, True), finished
     finished = commands.run("run", "--on", "slurm", "--partition", "small", "--nodes", "2", "place.py")

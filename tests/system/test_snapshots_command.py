@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("warm_clusters")
 ROWS = 12_000
 EPOCHS = 8
 UNDISTURBED = {"auc": 0.718, "log_loss": 0.501}
-"""The metrics of an undisturbed training under either consistency (measured, to 0.001)."""
+"""The measured metrics of an uninterrupted training with either consistency. The tolerance is 0.001."""
 EPOCHS_TAKEN = 12
 
 
@@ -40,9 +40,9 @@ def complete_snapshots(folder: Path) -> list[Path]:
 
 
 def kill_all(running: Running) -> None:
-    """Kill the driver and its whole cluster, as in a power failure."""
+    """Kill the driver and all processes of its cluster, like a power failure."""
     processes = [child for role in ("scheduler", "server", "worker") for child in running.children(role)]
-    running.process.send_signal(signal.SIGSTOP)  # so that it cannot notify another process
+    running.process.send_signal(signal.SIGSTOP)  # stop the process first, so it cannot notify another process
     for process in processes:
         process.kill()
     running.kill()
@@ -59,7 +59,7 @@ def test_another_cluster_continues_after_a_kill_of_all_processes(
     running = paceline.start(*common, "--servers", "2", "--workers", "2", "--save", "model", "--snapshot-every", "8000")
     wait_until(lambda: len(complete_snapshots(folder)) >= 2, "no snapshots", 40.0)
     kill_all(running)
-    for left in Path(paceline.environment["TMPDIR"]).iterdir():  # no process was left to remove it
+    for left in Path(paceline.environment["TMPDIR"]).iterdir():  # no process could remove it
         shutil.rmtree(left)
 
     snapshot = read_newest(folder).manifest
@@ -76,11 +76,11 @@ def test_another_cluster_continues_after_a_kill_of_all_processes(
     shards = EPOCHS * sum(size or 0 for size in snapshot.account.files)
     assert f"snapshot-{snapshot.number:06d}: {done} of {shards} shards done" in finished.err
     result: dict[str, Any] = finished.json
-    assert result["examples"] == ROWS * EPOCHS  # each shard once in each epoch of both runs
+    assert result["examples"] == ROWS * EPOCHS  # each shard is counted once per epoch in both runs together
     assert result["eval_examples"] == 4_000
     assert result["auc"] == pytest.approx(UNDISTURBED["auc"], abs=0.02)
     assert result["log_loss"] == pytest.approx(UNDISTURBED["log_loss"], abs=0.03)
-    assert len(complete_snapshots(folder)) <= 3  # of both runs together
+    assert len(complete_snapshots(folder)) <= 3  # the sum of both runs
     assert read_newest(folder).manifest.number > snapshot.number
 
 
@@ -103,7 +103,7 @@ def taken(click_log: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def test_errors_are_one_sentence(paceline: Commands, click_log: tuple[Path, Path], taken: Path, tmp_path: Path) -> None:
-    """Errors that the cluster's processes detect; ``test_cli_wrong_usage.py`` has the earlier ones."""
+    """Errors that a cluster's processes detect. ``test_cli_wrong_usage.py`` has errors that the command detects."""
     train, evaluation = click_log
     folder = shutil.copytree(taken, tmp_path / "snaps")
     common: list[str | Path] = ["train", train, "--epochs", str(EPOCHS_TAKEN), "-q", "--workers", "1"]
@@ -176,7 +176,7 @@ def test_ctrl_c_while_resuming(
         if len(polls) == 1:
             os.kill(os.getpid(), signal.SIGINT)
         state = load_state(connection)
-        return msgspec.structs.replace(state, done=state.done and len(polls) > 100)  # a part that takes a while
+        return msgspec.structs.replace(state, done=state.done and len(polls) > 100)  # reading this part takes a while
 
     monkeypatch.setattr(snapshot_loading, "load_state", interrupt)
     options = TrainOptions(data=[click_log[0]], epochs=EPOCHS_TAKEN, resume=taken, save=tmp_path / "model")
@@ -189,7 +189,7 @@ def test_ctrl_c_while_resuming(
                 training.run()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert 1 <= len(polls) <= 2  # each server was polled once
+    assert 1 <= len(polls) <= 2  # the command has polled each server once
     assert printed == []
     assert not (tmp_path / "model").exists()
 
@@ -204,8 +204,8 @@ def test_the_newest_snapshot_is_a_model(paceline: Commands, click_log: tuple[Pat
     assert (shown["finished"], shown["tables"][0]["features"]) == (False, rows - 1)
 
 
-def test_no_place_for_snapshots(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """The training continues and ends well, with a message at each attempt."""
+def test_failed_snapshots_are_reported(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    """The training continues and succeeds. Each failed attempt prints a message."""
     (tmp_path / "file").write_text("")
     finished = paceline.succeed(
         *("train", click_log[0], "--epochs", "8", "-q", "--workers", "1", "--batch-size", "64", "--json"),

@@ -1,4 +1,4 @@
-"""A little of ``make torture``: two runs of fixed seeds."""
+"""A small part of ``make torture``: two runs with fixed seeds."""
 
 from __future__ import annotations
 

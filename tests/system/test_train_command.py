@@ -32,7 +32,7 @@ def labels_of(path: Path) -> list[int]:
 
 
 def as_table(path: Path) -> Any:
-    """A click log as an Arrow table: the label, the categories, and a column of small numbers."""
+    """Return a click log as an Arrow table: the label, the categories, and a column of small numbers."""
     rows = [line.split("\t") for line in path.read_text().splitlines()]
     columns: dict[str, Any] = {"label": [int(row[0]) for row in rows]}
     for at in range(14, 40):
@@ -106,8 +106,8 @@ def test_train_save_predict(
     assert result["lost_workers"] == result["bad_lines"] == 0
     assert set(result["staleness"]) == {"mean", "max", "histogram", "dropped"}
     assert sum(result["staleness"]["histogram"]) > 0
-    assert "examples/s" not in trained.err  # it is no terminal
-    assert result["progressive"][-1]["examples"] == 12_000  # of the first pass
+    assert "examples/s" not in trained.err  # standard error is no terminal
+    assert result["progressive"][-1]["examples"] == 12_000  # the examples of the first pass
     assert 0.4 < result["progressive"][-1]["loss"] < 0.6
     lines = trained.err.splitlines()
     heading = next(i for i, line in enumerate(lines) if line.split()[:3] == ["loss", "since", "last"])
@@ -124,7 +124,7 @@ def test_train_save_predict(
 
 
 def test_predictions_on_standard_output(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """One probability per line, in order; nothing else."""
+    """The output has one probability per line, in the order of the rows."""
     train, evaluation = click_log
     paceline.succeed("train", train, "--epochs", "1", "--workers", "1", "--save", "model", "-q")
     finished = paceline.succeed("predict", "model", evaluation)
@@ -138,7 +138,7 @@ def test_predictions_on_standard_output(paceline: Commands, click_log: tuple[Pat
     assert Predictor(tmp_path / "model").format == "criteo"
     paceline.succeed("convert", one, "damaged", "-q")
     data = bytearray((tmp_path / "damaged").read_bytes())
-    data[100] ^= 4  # in its only block of rows
+    data[100] ^= 4  # this byte is in the only block of rows
     (tmp_path / "damaged").write_bytes(data)
     (tmp_path / "scores").write_text("kept\n")
     refused = paceline.run("predict", "model", "damaged", "--output", "scores")
@@ -164,7 +164,7 @@ def test_a_second_run_reads_the_cache(paceline: Commands, click_log: tuple[Path,
     cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
     assert sum(path.stat().st_size for path in cached) > 12_000 * 39 * 8
     second = paceline.succeed(*arguments, "--save", "model").json
-    files = sorted(os.listdir(tmp_path / "model"))  # the next model replaces the whole file
+    files = sorted(os.listdir(tmp_path / "model"))  # the next model replaces the file completely
     assert files == ["manifest.json", *sorted(read_model(tmp_path / "model").manifest.files)]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == cached
     assert second["examples"] == first["examples"] == 12_000
@@ -172,7 +172,7 @@ def test_a_second_run_reads_the_cache(paceline: Commands, click_log: tuple[Path,
 
 
 def weights_of(model: Path) -> tuple[bytes, bytes]:
-    """Keys in order, and their rows."""
+    """Return the sorted keys and their rows."""
     found = read_model(model)
     parts = list(found.records(found.table("lr")))
     keys, records = (np.concatenate([part[i] for part in parts]) for i in range(2))
@@ -180,8 +180,8 @@ def weights_of(model: Path) -> tuple[bytes, bytes]:
     return keys[order].tobytes(), records[order].tobytes()
 
 
-def test_two_trainings_at_once(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """A sequential training gives equal results in each run."""
+def test_two_trainings_run_concurrently(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two sequential trainings run concurrently and give equal results."""
     arguments: list[str | Path] = [
         "train", click_log[0], "--eval", click_log[1], "--epochs", "2",
         "--consistency", "sequential", "--servers", "2", "--workers", "2",
@@ -194,9 +194,9 @@ def test_two_trainings_at_once(paceline: Commands, click_log: tuple[Path, Path],
 
 
 def test_a_model_predicts_only_data_of_the_trained_format(paceline: Commands, tmp_path: Path) -> None:
-    """A model stores the format and the columns, guessed ones too.
+    """A model stores the format and the columns, also guessed columns.
 
-    Data that it cannot predict is refused or reported.
+    Other data is rejected or reported.
     """
     rows = [(i % 4 == 0, "ab"[i % 4 == 0], i % 7) for i in range(4000)]
     (tmp_path / "train.csv").write_text("click,site,size\n" + "".join(f"{int(y)},{s},{n}\n" for y, s, n in rows))
@@ -263,8 +263,8 @@ def test_kinds_of_columns_are_reported(paceline: Commands, tmp_path: Path) -> No
     assert paceline.succeed("predict", "model", "x.csv", "--json").json["auc"] > 0.9
 
 
-def test_labels_of_which_one_is_positive(paceline: Commands, tmp_path: Path) -> None:
-    """Label 1 is positive, and 2 is not: a model that took them the other way round had an AUC near 0."""
+def test_the_positive_label_can_be_chosen(paceline: Commands, tmp_path: Path) -> None:
+    """Label 1 is positive, and label 2 is not. If the labels were swapped, the AUC would be near 0."""
     rows = [f"{1 + i % 2},{'ab'[i % 2]},{i % 7}\n" for i in range(600)]
     (tmp_path / "x.csv").write_text("label,site,age\n" + "".join(rows))
     described = paceline.succeed("describe", "x.csv", "--positive", "2", "--json").json
@@ -312,7 +312,7 @@ def test_describe_other_formats(paceline: Commands, click_log: tuple[Path, Path]
 
 
 def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) -> None:
-    """Sorted rows with columns of millions and millionths: 1 and 2 workers give the same model."""
+    """The rows are sorted, and columns have millions or millionths. One worker and two workers give the same model."""
     random = np.random.default_rng(5)
     large, small = random.normal(3e6, 1e6, 3000), random.normal(0, 1e-6, 3000)
     won = (large - 3e6) / 1e6 + small / 1e-6 + random.normal(0, 0.3, 3000) > 0
@@ -332,7 +332,7 @@ def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) ->
 
 
 def test_training_with_filters(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    """Exact filters change no bit, other filters change little, and an unknown filter is rejected at the start."""
+    """Exact filters do not change the model, other filters change it little, and unknown filters are rejected."""
     arguments: list[str | Path] = [
         "train", click_log[0], "--eval", click_log[1], "--epochs", "3", "--consistency", "sequential", "--servers", "2",
         "--workers", "1", "--order", "file", "--json", "-q",

@@ -1,4 +1,4 @@
-"""Processes of another version of Paceline are shown out of a cluster, both versions named."""
+"""A cluster rejects processes of another version of Paceline. The message names both versions."""
 
 from __future__ import annotations
 

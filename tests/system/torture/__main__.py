@@ -1,4 +1,4 @@
-"""Run each run in its own process, one after the other, and print a table of faults and findings."""
+"""Execute each run in its own process, one after the other, and print a table of faults and findings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def may_enclose() -> bool:
 
 
 def carry_out(settings: Settings) -> Outcome:
-    """Carry out a run in a process whose end ends all that it has started."""
+    """Execute a run in a separate process. The end of this process also ends all processes that it has started."""
     path = Path(settings.folder) / "settings.json"
     path.write_bytes(msgspec.json.encode(settings))
     words = [sys.executable, "-m", "system.torture", "--run", str(path)]
@@ -120,7 +120,7 @@ def report(outcomes: list[Outcome]) -> None:
 
 
 def main() -> int:
-    """Run; return the exit status."""
+    """Execute the runs; return the exit status."""
     parser = argparse.ArgumentParser(prog="system.torture", description=__doc__)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the others count on")

@@ -1,4 +1,4 @@
-"""Check the end of a run: the value of every row, on every replica."""
+"""Check the value of every row on every replica at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a run: a scheduler, servers and workers, each started by hand on a host of its own."""
+"""The processes of a run: a scheduler, servers and workers. Each is started separately on its own host."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     folder: str
     num_faults: int = 0
-    """The number of faults without a pause between them; 0: as many faults as the time permits, with pauses."""
+    """The number of faults, without pauses. If 0, faults with pauses occur until the end of the time."""
     pause_s: float = 0.0
-    """The average length of pauses; 0: short and long ones."""
+    """The average length of pauses. If 0, there are short and long pauses."""
     servers: int = 3
     workers: int = 3
     replicas: int = 1
@@ -54,11 +54,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     The kernel then reports no ended processes of other hosts.
     """
     kinds: tuple[str, ...] = ()
-    """Only faults of these kinds."""
+    """If not empty, only faults of these kinds occur."""
 
     @property
     def consistency(self) -> str:
-        """In the notation of the command."""
+        """Return the consistency in the notation of the command."""
         return {"bounded": "bounded:2", "lockstep": "sequential"}.get(self.mode, self.mode)
 
 
@@ -76,13 +76,13 @@ class Node:
     """Whether the started process is ``unshare``, with the real process as its child."""
     pid: int = 0
     doomed: str = ""
-    """Why it must end, or has ended; empty: it may not."""
+    """The reason why the process must end or has ended. If empty, its end is a failure."""
     risk_until: float = 0.0
-    """The time until which it may be declared dead, so that the checks must not depend on it."""
+    """The time until which the process may be declared dead. Until then, checks must not depend on it."""
     is_stopped: bool = False
     started_at: float = field(default_factory=time.monotonic)
     ended_at: float = 0.0
-    """The time at which its end was noticed; 0 before that."""
+    """The time at which the end of the process was detected; 0 while it runs."""
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ class Node:
                 pass
 
     def kill(self) -> None:
-        """Kill the process, and wait for its end."""
+        """Kill the process and wait for its end."""
         self.signal(signal.SIGKILL)
         self.process.kill()
         self.process.wait()
@@ -213,7 +213,7 @@ class Cluster:
                 time.sleep(0.1)
 
     def of_role(self, role: str) -> list[Node]:
-        """Return the processes of a role that live."""
+        """Return the living processes of a role."""
         return [node for node in self.nodes if node.role == role and node.is_alive()]
 
     def address(self, host: int) -> str:
@@ -222,7 +222,7 @@ class Cluster:
 
     @property
     def scheduler_address(self) -> str:
-        """The address of the scheduler."""
+        """Return the address of the scheduler."""
         return f"{self.address(1)}:{_SCHEDULER_PORT}"
 
     def doom(self, node: Node, why: str) -> None:
@@ -246,13 +246,13 @@ class Cluster:
     # The cluster's own reports.
 
     def map(self) -> messages.View:
-        """Return the newest map that has come."""
+        """Return the newest received view."""
         found = self.observer.link.view
         assert found is not None
         return found
 
     def members(self) -> dict[int, Node]:
-        """Return the servers on the map that live, by incarnation."""
+        """Return the living servers of the view by incarnation."""
         nodes = {(self.address(node.host), node.port): node for node in self.of_role("server")}
         found = {}
         for member in self.map().of_role(Role.SERVER):
@@ -263,7 +263,7 @@ class Cluster:
         return found
 
     def holders(self) -> list[list[Node]]:
-        """Return the servers that live and have all of some buckets, for each set of such buckets."""
+        """Return the living servers of each chain."""
         members = self.members()
         return [[members[member] for member in group.members if member in members] for group in self.map().groups]
 
@@ -273,7 +273,7 @@ class Cluster:
         return [members[group.filling] for group in self.map().groups if group.filling in members]
 
     def is_whole(self) -> bool:
-        """Whether every bucket has all its replicas on live servers that stay, and no bucket is being filled."""
+        """Whether every bucket has all its replicas on living servers that stay, and no server is being filled."""
         groups = self.map().groups
         staying = [[node for node in holders if not node.doomed] for holders in self.holders()]
         enough = all(len(nodes) > self.settings.replicas for nodes in staying)
@@ -283,7 +283,7 @@ class Cluster:
         )
 
     def _is_newest(self) -> bool:
-        """Whether the scheduler has no newer map than the received one. A restarted scheduler may have an older map."""
+        """Whether the received view is the scheduler's newest view. A restarted scheduler may have an older view."""
         try:
             found = self.observer.link.get_view(timeout_s=2.0)
         except PacelineError:
@@ -291,7 +291,7 @@ class Cluster:
         return bool((found.term, found.version) == (self.map().term, self.map().version))
 
     def is_safe(self, *victims: Node) -> bool:
-        """Whether the death of servers loses no bucket, because healthy servers have copies."""
+        """Whether healthy servers have copies of all buckets, so the death of these servers loses no bucket."""
         now = time.monotonic()
 
         def is_sound(node: Node) -> bool:

@@ -1,8 +1,8 @@
 """Faults of a cluster, chosen by a seed, that must not lose data.
 
-A server is killed only if every one of its buckets is also on another server that is not in danger. It does not matter
-whether the bucket lacks a replica or is being filled. A fault that ends by itself (a stop, a cut, loss, slow links) may
-hit any process, because the last server of a bucket is not declared dead for silence.
+A server is killed only if each of its buckets is also on another server that is not in danger. The kill may happen
+while a bucket lacks a replica, or while the server is being filled. A temporary fault (a stopped process, a cut or slow
+link, packet loss) may affect any process, because the last server of a bucket is not declared dead for its silence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Fault:
 
 @dataclass
 class Faults:
-    """Makes faults in a cluster, and ends them."""
+    """Injects faults into a cluster, and ends them."""
 
     cluster: Cluster
     chance: random.Random
@@ -103,7 +103,7 @@ class Faults:
         return {name: kind for name, kind in kinds.items() if not wanted or name in wanted}
 
     def end_due(self, *, end_all: bool = False) -> None:
-        """End those whose time is over."""
+        """End the faults whose time is over."""
         now = time.monotonic()
         due = [fault for fault in self._later if end_all or fault[0] <= now]
         self._later = [fault for fault in self._later if fault not in due]
@@ -118,7 +118,7 @@ class Faults:
     # Servers die.
 
     def kill_server(self, victims: list[Node] | None = None) -> tuple[list[Node], float] | None:
-        """Kill a server, or as many as replicas allow, while all is well."""
+        """Kill a server, or as many servers as replicas allow, while no bucket lacks a replica."""
         if victims is None:
             if not self.cluster.is_whole():
                 return None
@@ -133,7 +133,7 @@ class Faults:
         return victims, 0.0
 
     def kill_while_missing(self) -> tuple[list[Node], float] | None:
-        """Kill a server with a bucket that lacks a replica or is moving, or any other server."""
+        """Kill a server with a bucket that lacks a replica or is being moved, or any other server."""
         if self.cluster.is_whole():
             return None
         return self.kill_server(self._random_nodes("server"))
@@ -153,10 +153,10 @@ class Faults:
         self.cluster.doom(victim, "its host died")
         victim.kill()
         self._replace(1)
-        return victims, 0.0  # its host stays dark
+        return victims, 0.0  # the host stays off
 
     def starve(self) -> tuple[list[Node], float] | None:
-        """Let the memory of a server run out for a while, which may end the server."""
+        """Exhaust the memory of a server for some time. This may end the server."""
         victims = self._random_nodes("server")
         if not victims or not self.cluster.is_safe(*victims) or not self._leaves_quorum(victims):
             return None
@@ -213,7 +213,7 @@ class Faults:
     # The scheduler.
 
     def kill_scheduler(self) -> tuple[list[Node], float] | None:
-        """Kill the scheduler; another one is started by hand, at the same address."""
+        """Kill the scheduler. Another scheduler is started at the same address."""
         victim = self.cluster.scheduler
         if not victim.is_alive() or not self._leaves_quorum([]):
             return None
@@ -225,7 +225,7 @@ class Faults:
         return [victim], length_s
 
     def kill_both(self) -> tuple[list[Node], float] | None:
-        """Kill the scheduler and a server in the same moment."""
+        """Kill the scheduler and a server at the same time."""
         victims = self._random_nodes("server")
         if not victims or not self.cluster.is_safe(*victims) or not self._leaves_quorum(victims):
             return None
@@ -241,7 +241,7 @@ class Faults:
         self.cluster.start_scheduler(replaces=replaces)
 
     def _leaves_quorum(self, victims: list[Node]) -> bool:
-        """Whether enough servers survive for a takeover by a scheduler that has no record of these deaths."""
+        """Whether enough servers survive for a takeover, even if the new scheduler has no record of these deaths."""
         if not self.cluster.settings.is_apart:
             return True
         num_known = len(self.cluster.map().of_role(Role.SERVER))
@@ -272,7 +272,7 @@ class Faults:
     # Pauses.
 
     def stop(self, role: str, length: tuple[float, float]) -> tuple[list[Node], float] | None:
-        """Stop a process for a while."""
+        """Stop a process for some time."""
         victims, length_s = self._random_nodes(role), self.chance.uniform(*length)
         for victim in victims:
             if length is LONG_S:
@@ -284,7 +284,7 @@ class Faults:
                 victim.is_stopped = False
                 victim.signal(signal.SIGCONT)
                 if length is LONG_S and victim.role == "worker":
-                    self._start_worker(visits=False)  # in its place
+                    self._start_worker(visits=False)  # start a replacement
 
             self._end_later(length_s, end)
         return (victims, length_s) if victims else None
@@ -292,7 +292,7 @@ class Faults:
     # The network.
 
     def reset(self, role: str) -> tuple[list[Node], float] | None:
-        """Reset the connections of a process, with all processes or with one other process."""
+        """Reset the connections of a process to all processes or to one other process."""
         assert self.cluster.network is not None
         victims = self._random_nodes(role)
         bystanders = [node for node in self.cluster.nodes if node.is_alive() and node not in victims]
@@ -303,7 +303,7 @@ class Faults:
         return victims, 0.0
 
     def isolate(self, length: tuple[float, float]) -> tuple[list[Node], float] | None:
-        """Cut a server off from all other processes for a while."""
+        """Cut a server off from all other processes for some time."""
         victims, length_s = self._random_nodes("server"), self.chance.uniform(*length)
         for victim in victims:
             self._endanger(victim, length_s)
@@ -334,7 +334,7 @@ class Faults:
         return ends, length_s
 
     def slow(self, choose: Callable[[], Way]) -> tuple[list[Node], float] | None:
-        """Let all links of a process be slow, or lose packets, for a while."""
+        """Make all links of a process slow or lossy for some time."""
         network = self.cluster.network
         assert network is not None
         roles = (
@@ -370,7 +370,7 @@ class Faults:
     # Shared by all faults.
 
     def _random_nodes(self, role: str, most: int = 1) -> list[Node]:
-        """Return members of a role that nothing has been done to."""
+        """Return members of a role that no fault affects."""
         found = [node for node in self.cluster.of_role(role) if not node.doomed and not node.is_stopped]
         if role == "server":
             members = list(self.cluster.members().values())

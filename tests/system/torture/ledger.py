@@ -36,7 +36,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Load:
-    """A table, and which keys a worker pushes to."""
+    """A table, and the keys to which each worker pushes."""
 
     name: str
     rule: paceline.UpdateRule
@@ -48,16 +48,16 @@ class Load:
 
     @property
     def sign(self) -> float:
-        """The value of every gradient."""
+        """Return the value of every gradient."""
         return -1.0 if isinstance(self.rule, paceline.SGD) else 1.0
 
     @property
     def size(self) -> int:
-        """Elements of a dense table."""
+        """Return the number of elements of a dense table."""
         return self.num_keys * (1 if self.is_shared else MOST_WORKERS)
 
     def keys(self, worker: int) -> Keys:
-        """Return a worker's keys, over all buckets."""
+        """Return a worker's keys, spread over all buckets."""
         numbers = np.arange(self.num_keys, dtype=np.uint64)
         if self.is_dense:
             return numbers + np.uint64(0 if self.is_shared else worker * self.num_keys)
@@ -124,14 +124,14 @@ GROWN = Load("grown", paceline.SGD(lr=1.0), 1, dim=16)
 
 
 def grown_keys(worker: int, push: int) -> Keys:
-    """Return the keys that a worker's push number `push` brings."""
+    """Return the new keys of a worker's push number `push`."""
     numbers = np.arange(push * GROWN_KEYS, (push + 1) * GROWN_KEYS, dtype=np.uint64)
     return (numbers * np.uint64(256) + np.uint64(worker + 1)) * _SPREAD
 
 
 @functools.cache
 def truths(rule: paceline.UpdateRule) -> Floats:
-    """Return the negated value of a row after this number of gradients; it increases."""
+    """Return the negated values of a row after 0, 1, 2, … gradients. The values increase."""
     if isinstance(rule, paceline.SGD):
         return np.arange(MOST_WORKERS * MOST_PUSHES, dtype=np.float32)
     record, one = np.zeros(1 + rule.num_states + rule.has_count, np.float32), np.ones(1, np.float32)
@@ -151,7 +151,7 @@ def _half_gap(rule: paceline.UpdateRule) -> float:
 
 
 class Ledger:
-    """The memory: a table of workers, and for each table how often each worker's pushes went to each key."""
+    """Shared memory with the states of workers, and for each table the number of pushes of each worker to each key."""
 
     def __init__(self, path: Path) -> None:
         total = sum(load.num_keys for load in (*LOADS, TICKS))
@@ -167,7 +167,7 @@ class Ledger:
         self.board = memory[1:num_board].reshape(MOST_WORKERS, _COLUMNS)
         counts = memory[num_board:].reshape(shape)
         self.sent: dict[str, Integers] = {}
-        """By table: array of [worker, key]."""
+        """Arrays [worker, key] by table."""
         self.acknowledged: dict[str, Integers] = {}
         start = 0
         for load in (*LOADS, TICKS):
@@ -176,7 +176,7 @@ class Ledger:
             start += load.num_keys
 
     def bounds(self, load: Load, worker: int) -> tuple[Integers, Integers]:
-        """Return the bounds of a worker's number of applied pushes: the acknowledged and the sent pushes."""
+        """Return the bounds of the number of a worker's applied pushes: its acknowledged and its sent pushes."""
         if load.is_shared:
             return self.acknowledged[load.name].sum(0), self.sent[load.name].sum(0)
         return self.acknowledged[load.name][worker].copy(), self.sent[load.name][worker].copy()

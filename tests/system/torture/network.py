@@ -21,11 +21,11 @@ from pathlib import Path
 
 SUBNET = "10.203.9"
 _MTU = 9000
-_MOST_QUEUED_S = 0.5  # in the queue of a slow link; later packets are dropped
+_MOST_QUEUED_S = 0.5  # size of the queue of a slow link; further packets are dropped
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _TCP = 6
 _SYN, _RST = 0x02, 0x04
-_RESETS = 8  # packets of a connection that are answered with resets: one may be out of order
+_RESETS = 8  # reset more than one packet of a connection, because a packet may be out of order
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Way:
     """The treatment of packets from one host to another."""
 
     loss: float = 0.0
-    """The share of dropped packets; 1: the link is cut."""
+    """The share of dropped packets. If 1, the link is cut."""
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
-    """0: no limit."""
+    """If 0, there is no limit."""
 
 
 CUT = Way(loss=1.0)
 
 
 class Network:
-    """`num_hosts` hosts on one switch; 0 is this process's own namespace. A thread carries the packets."""
+    """`num_hosts` hosts on one switch. Host 0 is this process's own namespace. A thread forwards the packets."""
 
     def __init__(self, num_hosts: int, seed: int) -> None:
         self._names = ["", *(f"host{number}" for number in range(1, num_hosts))]
@@ -66,15 +66,15 @@ class Network:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts."""
+        """Return the number of hosts."""
         return len(self._names)
 
     def namespace(self, host: int) -> Path | None:
-        """Return the file of a host's namespace; None for this process's namespace."""
+        """Return the file of a host's namespace, or None for this process's namespace."""
         return Path("/run/netns", self._names[host]) if host else None
 
     def set_way(self, source: int, target: int, way: Way | None) -> None:
-        """Set the treatment of packets in one direction; None: deliver them unchanged."""
+        """Set the treatment of packets in one direction. None means to deliver packets unchanged."""
         if way is None:
             self._ways.pop((source, target), None)
         else:
@@ -89,7 +89,7 @@ class Network:
         self._resets.begin(one, other)
 
     def close(self) -> None:
-        """Stop carrying packets; the namespaces go with this process's."""
+        """Stop forwarding packets. The kernel removes the namespaces together with this process's namespace."""
         self._is_closing = True
         self._thread.join()
         for device in self._devices:
@@ -155,11 +155,11 @@ class Network:
         try:
             os.write(self._devices[target], packet)
         except OSError:
-            pass  # the device's queue is full: a lost packet
+            pass  # the device's queue is full, so the packet is lost
 
 
 class Resets:
-    """Resets of TCP connections, made at the next packet that passes, since only then the numbers are known."""
+    """Resets of TCP connections. A reset needs the sequence numbers of the connection's next packet."""
 
     def __init__(self) -> None:
         self._until: dict[tuple[int, int | None], float] = {}
@@ -167,13 +167,13 @@ class Resets:
         self._fresh: set[frozenset[bytes]] = set()
 
     def begin(self, one: int, other: int | None) -> None:
-        """Reset the connections of two hosts for a while; if `other` is None, of one host with all others."""
+        """Reset the connections of two hosts for some time, or of one host with all others if `other` is None."""
         self._counts.clear()
         self._fresh.clear()
         self._until[one, other] = time.monotonic() + 1.0
 
     def answers(self, source: int, target: int, packet: bytes) -> tuple[bytes, bytes] | None:
-        """Return the resets to be sent to target and source in a packet's place."""
+        """Return the resets that replace a packet: to its target and to its source."""
         if not self._until or packet[9] != _TCP or not self._concerns(source, target):
             return None
         start = (packet[0] & 15) * 4

@@ -1,4 +1,4 @@
-"""One run: a cluster with a load, faults by a seed, and the final checks."""
+"""One run: a cluster with a load, faults chosen by a seed, and the final checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _START_S = 60.0
 _HEAL_S = 60.0
 _HANG_S = TIMEOUT_S + 10.0
 _ITERATIONS_PER_S = 40
-_ENDANGERED_S = 15.0  # until then a server in danger has received its declaration of death, or never will
+_ENDANGERED_S = 15.0  # after this time, a server in danger is no longer declared dead
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -88,7 +88,7 @@ class Run:
             self._check_tables()
 
     def _torment(self) -> bool:
-        """Make faults until it is enough; return whether all is well."""
+        """Inject faults until the run is complete; return whether no check has failed."""
         storm = self._settings.num_faults
         deadline = time.monotonic() + self._settings.duration_s + (30.0 if storm else 0.0)
         next_fault = time.monotonic() + self._chance.uniform(0.0, 1.0)
@@ -110,7 +110,7 @@ class Run:
         return self._chance.choice([self._chance.uniform(0.0, 0.5), self._chance.uniform(0.5, 3.0)])
 
     def _watch(self) -> None:
-        """End the processes, and check that none ended before, none hangs and no row is lost."""
+        """Check that no process has ended unexpectedly, no operation hangs and no row is lost."""
         self._faults.end_due()
         found = self.cluster.map()
         if (found.term, found.version) != self._seen:
@@ -211,7 +211,7 @@ class Run:
             self._report(f"the replicas of {names} are the same")
 
     def _rounds(self) -> Iterator[list[Node]]:
-        """Yield the servers, as many at a time as may die."""
+        """Yield groups of servers. The size of a group is the number of servers that may die together."""
         servers = [node for node in self.cluster.of_role("server") if not node.doomed]
         size = self._settings.replicas
         for start in range(0, len(servers), size):

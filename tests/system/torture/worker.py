@@ -48,7 +48,7 @@ WRONG, FAILED = 3, 4
 OPERATION = struct.Struct("<dd")
 """The start (monotonic) and the duration of an operation: one record for each in the file of operations."""
 _MOST_PENDING = 6
-_PAUSE_S = 0.005  # between iterations, so that processes have room to answer on a small machine
+_PAUSE_S = 0.005  # a pause between iterations leaves other processes time to answer
 _STEPS = 7.0
 """Under `sequential` an iteration of a rank adds at most this number times the rank plus one to a key."""
 
@@ -62,20 +62,20 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: str
     timeout_s: float
     rank: int | None = None
-    """Lockstep: which rank it is, of `ranks`."""
+    """In lockstep mode, the rank of the worker."""
     ranks: int = 0
     iterations: int = 0
-    """Lockstep: how many it takes part in."""
+    """In lockstep mode, the number of iterations in which the worker takes part."""
     visits: bool = False
     """Whether the worker only connects, pushes once, reads the value and leaves."""
 
 
 class WrongError(Exception):
-    """A value was read that cannot be."""
+    """A worker read an impossible value."""
 
 
 class Worker:
-    """One worker, connected."""
+    """A connected worker."""
 
     def __init__(self, part: Part, client: paceline.Client, ledger: Ledger, operations: Any) -> None:
         self._part, self._client, self._ledger, self._operations = part, client, ledger, operations
@@ -86,10 +86,10 @@ class Worker:
         self._tables: dict[str, Any] = {}
         self._pending: list[tuple[Any, Load | None, Integers]] = []
         self._visible: dict[str, Integers] = {}
-        """Sequential: how often each key had been pushed to at the last tick."""
+        """With sequential consistency, the number of pushes to each key at the last tick."""
 
     def work(self) -> None:
-        """Push and read until it is time to stop."""
+        """Push and read until the stop signal."""
         for load in (*LOADS, TICKS, GROWN):
             with self._operation():
                 self._tables[load.name] = load.open(self._client)
@@ -143,7 +143,7 @@ class Worker:
             self._pending.append((ticket, load, chosen))
 
     def _resolve(self) -> None:
-        """Wait until all that was pushed is acknowledged."""
+        """Wait until all pushes are acknowledged."""
         for ticket, load, chosen in self._pending:
             ticket.wait()
             if load is None:
@@ -182,7 +182,7 @@ class Worker:
         self._visible[load.name] = self._ledger.sent[load.name][self._part.number].copy()
 
     def _read(self, load: Load, chosen: Integers) -> None:
-        """Read, and compare with the possible values; the worker's own keys have exactly its pushes."""
+        """Read values and compare them with the possible values. The worker's own keys have exactly its pushes."""
         number, ledger = self._part.number, self._ledger
         low, _ = ledger.bounds(load, number)
         visible = self._visible[load.name].copy()
@@ -201,12 +201,12 @@ class Worker:
                 f"{self._client.clock}: key {int(chosen[at])} was pushed to {int(found[at])} times (-1: no such "
                 f"value), right is {int(low[chosen[at]])} to {int(high[chosen[at]])}"
             )
-        if self._is_sequential:  # the read values are safe
+        if self._is_sequential:  # the read values are durable
             board_row = ledger.acknowledged[load.name][number]
             board_row[chosen] = np.maximum(board_row[chosen], visible[chosen])
 
     def _read_ticks(self) -> None:
-        """Check by clocks and pushes that no worker is slower than the consistency permits."""
+        """Check, by clocks and pushes, that no worker is slower than the consistency permits."""
         board = self._ledger.board
         live = (board[:, STATE] == LIVE).copy()
         iteration = self._client.clock
@@ -235,7 +235,7 @@ class Worker:
 
 
 def lockstep(part: Part, client: paceline.Client, ledger: Ledger) -> None:
-    """Push values that depend only on rank and iteration, so that every read has one correct value."""
+    """Push values that depend only on rank and iteration, so every read has one correct value."""
     table = client.sparse_table("lockstep", dim=2, update=paceline.SGD(lr=1.0))
     keys = LOADS[0].keys(MOST_WORKERS)
     right = 0.0
@@ -263,7 +263,7 @@ def lockstep_sum(iteration: int, ranks: int) -> float:
 
 
 def connect(part: Part) -> paceline.Client:
-    """Join; the scheduler may be dead or unreachable at this moment."""
+    """Join the cluster. The scheduler may be dead or unreachable at first."""
     deadline = time.monotonic() + part.timeout_s
     while True:
         try:
@@ -298,7 +298,7 @@ def main() -> int:
             board_row[BUSY_SINCE] = int(time.monotonic() * 1000)
             board_row[STATE] = max(board_row[STATE], GOING)
         board_row[STATE] = LEFT
-        for load in (*LOADS, TICKS):  # it has waited until all pushes are safe
+        for load in (*LOADS, TICKS):  # the worker has waited until all its pushes are durable
             ledger.acknowledged[load.name][part.number] = ledger.sent[load.name][part.number]
         board_row[GROWN_ACKNOWLEDGED] = board_row[GROWN_SENT]
         board_row[BUSY_SINCE] = 0
