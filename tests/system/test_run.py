@@ -23,8 +23,8 @@ _REPORT = """
 import json, os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
          "PACELINE_ROLE", "PACELINE_STRATEGY", "PACELINE_TOKEN", "PACELINE_SCHEDULER", "OMP_NUM_THREADS")
-settings = {name: os.environ.get(name) for name in names}
-print(json.dumps({**settings, "argv": sys.argv, "path": sys.path[0], "name": __name__, "torch": "torch" in sys.modules}))
+values = {name: os.environ.get(name) for name in names}
+print(json.dumps({**values, "argv": sys.argv, "path": sys.path[0], "name": __name__, "torch": "torch" in sys.modules}))
 """
 _WAIT = """
 import os, subprocess, sys, time

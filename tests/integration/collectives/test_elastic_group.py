@@ -1,4 +1,4 @@
-"""Elastic groups with their coordinator. Threads are the ranks, and some ranks fall silent or leave."""
+"""Elastic groups with a coordinator. Ranks are threads, and some ranks become silent or leave."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_the_remaining_ranks_repeat_an_exchange_after_a_rank_leaves(training: Tr
     assert training.run(work, 0, 1, 2) == [None, ([2.0], (1, 2), 2), ([2.0], (1, 2), 2)]
 
 
-def test_a_rank_that_has_left_took_part(training: Training) -> None:
-    """A process leaves before it ends, also after an exception."""
+def test_a_departed_rank_counts_as_a_participant(training: Training) -> None:
+    """A process leaves the group before it ends, also after an exception."""
     assert not training.server.has_joined(0)
     training.run(lambda group: group.barrier(), 0, 1, 2)
     assert training.server.has_joined(0)
@@ -90,7 +90,7 @@ def test_a_rank_that_has_left_took_part(training: Training) -> None:
     assert not training.server.has_joined(0)
 
 
-def test_a_silent_rank_is_expelled_and_cannot_come_back(training: Training) -> None:
+def test_a_silent_rank_is_expelled_and_cannot_return(training: Training) -> None:
     may_continue = threading.Event()
 
     def work(group: ElasticGroup) -> Any:
@@ -100,7 +100,7 @@ def test_a_silent_rank_is_expelled_and_cannot_come_back(training: Training) -> N
                 group.barrier()
             return "lost"
         if group.rank == 0:
-            group._group.abort()  # an exchange that fails without a death
+            group._group.abort()  # this exchange fails although no rank has died
         total = group.all_reduce(np.ones(1)).tolist()
         may_continue.set()
         return total

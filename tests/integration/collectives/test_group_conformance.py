@@ -1,4 +1,4 @@
-"""Every engine and schedule keeps the promises of Group; threads, descriptors and memory are given back."""
+"""Every engine and schedule passes the conformance suite of Group and releases threads, descriptors and memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _OF_EVERY_OPERATION = ("check_programs", "check_explain")
 
 
 def _checks(options: dict[str, Any]) -> Iterator[str]:
-    """Return the checks of operations to which the forced algorithm applies. Other operations run as without it."""
+    """Return the checks of operations that support the forced algorithm. Other operations do not change with it."""
     algorithm = options.get("algorithm")
     is_schedule = algorithm != "hierarchical" and any(algorithm in known for known in ALGORITHMS.values())
     for operation, checks in _CHECKS_OF.items():
@@ -90,7 +90,7 @@ def _nothing_left() -> Iterator[None]:
         for name, options in _WHOLE.items()
     ],
 )
-def test_everything(options: dict[str, Any], check: str) -> None:
+def test_every_check_passes(options: dict[str, Any], check: str) -> None:
     check_collectives(lambda function: run_ranks(function=function, **options), only=check)
 
 
@@ -98,6 +98,6 @@ def test_everything(options: dict[str, Any], check: str) -> None:
     "options",
     [pytest.param(_PARTLY[name], marks=[pytest.mark.thorough] * (name in _SELDOM), id=name) for name in _PARTLY],
 )
-def test_every_operation(options: dict[str, Any]) -> None:
+def test_every_operation_passes_with_every_algorithm(options: dict[str, Any]) -> None:
     for check in _checks(options):
         check_collectives(lambda function: run_ranks(function=function, **options), only=check)

@@ -1,4 +1,4 @@
-"""Faults in a group: the error on every rank. Ranks are threads on one simulated host, or on several."""
+"""Faults in a group raise an error on every rank. Ranks are threads on one or several simulated hosts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _nothing_left() -> Iterator[None]:
 
 
 def failures(function: Callable[[Group], object], **options: Any) -> list[PacelineError]:
-    """Run a function that must fail on every rank; return the errors. Afterwards every group refuses work."""
+    """Run a function that must fail on every rank; return the errors. Check that every group then rejects calls."""
 
     def run(group: Group) -> PacelineError:
         try:
@@ -190,7 +190,7 @@ def test_a_leaving_rank_is_named(options: dict[str, Any]) -> None:
 
 @engines
 def test_an_interrupted_rank_is_reported(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place of the error does not matter: here it occurs in the group, after the engine's work."""
+    """The interrupt may occur at any place. Here it occurs in the group, after the engine's work."""
 
     def call(group: Group) -> BaseException | None:
         group.all_reduce(np.ones(4))
@@ -220,7 +220,7 @@ def _interrupt(*_: object) -> None:
 
 
 @engines
-def test_sizes_contradicted_by_another_rank_only(options: dict[str, Any]) -> None:
+def test_sizes_that_only_another_rank_contradicts(options: dict[str, Any]) -> None:
     def exchange(group: Group) -> None:
         receives = [1] * group.size
         if group.rank == 0:
@@ -231,7 +231,7 @@ def test_sizes_contradicted_by_another_rank_only(options: dict[str, Any]) -> Non
         assert isinstance(error, MismatchError), repr(error)
 
 
-def test_a_closed_group_refuses() -> None:
+def test_a_closed_group_rejects_calls() -> None:
     def call(group: Group) -> None:
         ticket = group.all_reduce_async(np.ones(3))
         assert ticket.result().tolist() == [group.size * 1.0] * 3
@@ -251,8 +251,8 @@ def test_a_closed_group_refuses() -> None:
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("algorithm", [None, "ring"])
 @pytest.mark.parametrize("count", [3, pytest.param(100_000, marks=pytest.mark.thorough), 1_000_000])
-def test_closing_ends_a_call_under_way(is_async: bool, algorithm: str | None, count: int) -> None:
-    """The failed call does not free the memory in use."""
+def test_closing_ends_a_running_call(is_async: bool, algorithm: str | None, count: int) -> None:
+    """The failed call does not free memory that the engine still uses."""
     is_over = threading.Event()
 
     def call(group: Group) -> None:
@@ -304,7 +304,7 @@ def test_a_failed_call_fails_later_tickets() -> None:
     run_ranks(2, call)
 
 
-def test_a_raising_callback_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_does_not_affect_the_group(caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: object) -> None:
         raise ZeroDivisionError("a user's mistake")
 
@@ -321,10 +321,10 @@ def test_a_raising_callback_does_no_harm(caplog: pytest.LogCaptureFixture) -> No
     assert "a user's mistake" in caplog.text
 
 
-class TestTicketsOfMessages:
-    """Send and receive keep the promises of Ticket."""
+class TestMessageTickets:
+    """Tickets of send and receive behave like other tickets."""
 
-    def test_the_end_of_a_wait_leaves_the_receive_open(self) -> None:
+    def test_a_timeout_of_a_wait_does_not_end_the_receive(self) -> None:
         def call(group: Group) -> None:
             if group.rank == 0:
                 got = np.zeros(3)
@@ -393,7 +393,7 @@ class TestTicketsOfMessages:
 
         run_ranks(2, call, timeout=_SHORT)
 
-    def test_a_message_outlives_the_sender(self) -> None:
+    def test_a_sent_message_is_received_after_the_sender_has_left(self) -> None:
         has_left = threading.Event()
 
         def call(group: Group) -> None:
@@ -411,10 +411,10 @@ class TestTicketsOfMessages:
 
 
 class TestJoining:
-    """A group that cannot be created raises an error on every rank, and leaves no resource open."""
+    """If a group cannot be created, every rank raises an error and no resource stays open."""
 
     @pytest.mark.parametrize("size", [1, 2])
-    def test_an_unknown_algorithm_is_refused_before_anybody_is_met(self, size: int) -> None:
+    def test_an_unknown_algorithm_is_rejected_before_the_rendezvous(self, size: int) -> None:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(UsageError, match=r"'rign', expected one of.*ring"):
             join(MemoryStore(), 0, size, token="a token for tests", algorithm="rign")
@@ -436,8 +436,8 @@ class TestJoining:
         run_ranks(3, call)
 
     @pytest.mark.parametrize("culprit", [0, 1])
-    def test_no_shared_memory_no_harm(self, monkeypatch: pytest.MonkeyPatch, culprit: int) -> None:
-        """If one rank has no shared memory, all ranks use sockets."""
+    def test_missing_shared_memory_is_replaced_by_sockets(self, monkeypatch: pytest.MonkeyPatch, culprit: int) -> None:
+        """All ranks use sockets, and the group works."""
         real = os.posix_fallocate if culprit == 0 else os.open
 
         def fail(*arguments: Any) -> Any:
@@ -464,7 +464,7 @@ class TestBarrier:
     """No rank leaves a barrier before all ranks have entered."""
 
     @engines
-    def test_it_holds(self, options: dict[str, Any]) -> None:
+    def test_no_rank_leaves_before_all_ranks_have_entered(self, options: dict[str, Any]) -> None:
         counts = [0] * 10
         lock = threading.Lock()
 
@@ -478,8 +478,8 @@ class TestBarrier:
         run_ranks(function=call, **options)
 
 
-class TestSayingHow:
-    """explain() agrees with the executed algorithm."""
+class TestExplanations:
+    """explain() names the executed algorithm."""
 
     @pytest.mark.parametrize(
         ("num_bytes", "operation"),
@@ -509,7 +509,7 @@ class TestSayingHow:
         assert run_ranks(1, lambda group: "the first call measures" in group.explain(1000)) == [False]
 
 
-def test_the_timeout_is_as_given() -> None:
+def test_the_given_timeout_is_used() -> None:
     def call(group: Group) -> None:
         part = group.subgroup([1, 0], timeout=timedelta(seconds=7))
         assert part is not None

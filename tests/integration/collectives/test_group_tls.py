@@ -45,7 +45,7 @@ def _nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("check", ["check_programs", "check_send_receive", "check_subgroups", "check_threads"])
-def test_everything_works(certificates: dict[str, TLS], check: str) -> None:
+def test_the_checks_pass_with_tls(certificates: dict[str, TLS], check: str) -> None:
     run_ranks(3, COLLECTIVE_CHECKS[check], hosts=[0, 0, 1], tls=certificates["ours"])
 
 
@@ -104,7 +104,7 @@ def test_a_leaving_rank_is_named(certificates: dict[str, TLS]) -> None:
     run_ranks(2, call, hosts=[0, 1], tls=certificates["ours"])
 
 
-def test_a_foreign_certificate_is_refused_in_one_sentence(certificates: dict[str, TLS]) -> None:
+def test_a_foreign_certificate_is_rejected_with_one_sentence(certificates: dict[str, TLS]) -> None:
     own_node, foreign = Node(TOKEN, tls=certificates["ours"]), Node(TOKEN, tls=certificates["foreign"])
     try:
         for one, other in ((own_node, foreign), (foreign, own_node)):
@@ -123,7 +123,7 @@ def _only_tcp(node: Node) -> Any:
     return msgspec.structs.replace(node.info, endpoint=msgspec.structs.replace(node.info.endpoint, unix=None))
 
 
-def test_ranks_meet_by_tls(certificates: dict[str, TLS]) -> None:
+def test_the_rendezvous_uses_tls(certificates: dict[str, TLS]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Groups use the memory of PyTorch's tensors without a copy, bfloat16 included."""
+"""Groups use the memory of PyTorch's tensors without a copy, also of bfloat16 tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tensors_of_every_dtype(options: dict[str, Any]) -> None:
     run_ranks(3, call, **options)
 
 
-def test_gradients_are_left_alone() -> None:
+def test_gradients_are_unchanged() -> None:
     def call(group: Group) -> None:
         leaf = torch.ones((4, 3), requires_grad=True)
         assert not group.all_reduce(leaf).requires_grad

@@ -14,7 +14,7 @@ from paceline.tables.compile import compile_kernels
 
 @pytest.fixture(autouse=True, scope="session")
 def kernels() -> None:
-    """Have them loaded: that takes a while in which no other thread runs."""
+    """Load the kernels before the tests, because no other thread runs during the load."""
     compile_kernels()
 
 

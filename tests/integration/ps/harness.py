@@ -1,4 +1,4 @@
-"""A whole cluster in this process: a scheduler and servers in threads, joined as ``paceline server`` joins them."""
+"""A complete cluster in this process: a scheduler and servers in threads. Servers join like ``paceline server``."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class ServerNode:
             fail=self._failed,
         )
         self.failures: list[BaseException] = []
-        """The exception that would have ended this server's process, at most one. The test removes it."""
+        """The exception that would have ended this server's process, if any. A test that expects it removes it."""
         self.served: Served | None = None
         self.expelled = ""
-        """The reason in a declaration of death, if one arrived. The server continues nevertheless."""
+        """The reason of a received declaration of death, if any. The server of the test continues."""
         node = make_node_name("server")
         self.link = SchedulerLink(
             cluster.transport,
@@ -65,7 +65,7 @@ class ServerNode:
         )
 
     def join(self) -> ServerNode:
-        """Become a member, when all servers of the initial cluster are registered."""
+        """Become a member as soon as all servers of the initial cluster are registered."""
         welcome = self.link.register(self.registration)
         name = self.registration.node
         hello = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=name)
@@ -75,22 +75,22 @@ class ServerNode:
 
     @property
     def netloc(self) -> str:
-        """The TCP address of the listener."""
+        """Return the TCP address of the listener."""
         assert self.served is not None
         return self.served.endpoint.tcp.netloc
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run in the server's thread."""
+        """Run a function in the server's thread."""
         assert self.served is not None
         return self.served.call(function)
 
     def stop(self) -> None:
-        """Close all connections, as an ended process does."""
+        """Close all connections, as if the process had ended."""
         self._stack.close()
         self.served = None
 
     def stop_serving(self) -> None:
-        """Make the server unreachable for other servers; the scheduler still receives its heartbeats."""
+        """Make the server unreachable for other servers. The scheduler still receives its heartbeats."""
         self.served = None
         self._serving.close()
 
@@ -129,14 +129,14 @@ def check_all_buckets(node: ServerNode) -> int:
 
 
 def break_off(link: SchedulerLink) -> None:
-    """Make a member's process seem ended to the scheduler, by closing its connection."""
-    link.is_closing = True  # so that its thread reports nothing about the broken connection
+    """Close a member's connection to the scheduler, as if the process had ended."""
+    link.is_closing = True  # otherwise the link's thread would report the broken connection
     link.calls.channel.close()
     link.thread.join(PATIENCE_S)
 
 
 class Cluster:
-    """A context manager for a scheduler, `servers` servers, and clients on request. It ends all of them."""
+    """Context manager of a scheduler, `servers` servers, and the clients of a test. All end with the block."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Cluster:
             if expected_servers is None:
                 in_threads(*[node.join for node in self.nodes])
             else:
-                for node in self.nodes:  # they are waiting for other members
+                for node in self.nodes:  # these threads wait for other members
                     node.link.start(node.registration, messages.Welcome)
         except BaseException:
             self._stack.close()
@@ -192,11 +192,11 @@ class Cluster:
         return client
 
     def connect_all(self, **options: Any) -> list[Client]:
-        """Return the expected workers, by rank."""
+        """Return the clients of all expected workers, by rank."""
         return [self.connect(rank=rank, **options) for rank in range(self.settings.num_workers)]
 
     def link(self, name: str = "", role: str = "worker", rank: int | None = None) -> SchedulerLink:
-        """Return a member's line to the scheduler, without servers."""
+        """Return a member's link to the scheduler, without connections to servers."""
         node = name or make_node_name(role)
         link = SchedulerLink(self.transport, self.scheduler_address, Hello(role=role, name=node), timeout_s=PATIENCE_S)
         self._clients.callback(link.close)
@@ -204,7 +204,7 @@ class Cluster:
         return link
 
     def raw(self, server: int = 0, **extra: Any) -> Channel:
-        """Return a channel to a server as worker 7 of the cluster, without messages of its own."""
+        """Return a channel to a server as worker 7 of the cluster. It sends no messages by itself."""
         welcome = self.link().state.welcome
         served = self.nodes[server].served
         assert welcome is not None
@@ -215,14 +215,14 @@ class Cluster:
         return channel
 
     def lose(self, link: SchedulerLink) -> None:
-        """Simulate the end of a member's process: it sends no data, and the kernel reports its end."""
+        """Simulate the end of a member's process: the process sends no further data, and the kernel reports its end."""
         welcome = link.state.welcome
         assert welcome is not None
         break_off(link)
         self.served.call(lambda: self.scheduler.process_ended(welcome.incarnation))
 
     def kill(self, client: Client) -> None:
-        """Break every connection of a client without closing it properly, as a dead process does."""
+        """Break every connection of a client, as if its process had died."""
         self.lose(client.link)
         for connection in client.servers.connections:
             connection.lost = ConnectionError("killed")  # type: ignore[assignment]
@@ -230,7 +230,7 @@ class Cluster:
         client.servers.connections = []
 
     def num_counted(self) -> int:
-        """Return the number of workers that take part in the iterations: the maximum over the servers."""
+        """Return the number of workers in the iterations: the maximum over the servers."""
         return max(len(node.server.core.workers.counted) for node in self.nodes)
 
     def compare_replicas(self) -> int:
@@ -242,7 +242,7 @@ class Cluster:
         nodes = [node for node in self.nodes if node.served is not None and not node.failures]
         newest = (
             self.scheduler.core.cluster.newest.version
-        )  # an older map may have buckets that are still being filled: these are left out
+        )  # leave out buckets that are still being filled in an older view
         wait_until(lambda: all(node.server.core.replication.version >= newest for node in nodes))
         checks = [node.server.replicator.checks for node in nodes]
         compared, received = sum(check.num_compared for check in checks), sum(check.num_received for check in checks)
@@ -258,7 +258,7 @@ class Cluster:
         self._scheduler_stack.close()
 
     def close(self) -> None:
-        """End everything. Raises the errors of servers and scheduler that the test did not expect."""
+        """End all processes. Raise the errors of servers and scheduler that the test did not expect."""
         self._stack.close()
         for error in [*self.failures, *(error for node in self.nodes for error in node.failures)]:
             raise error
@@ -276,14 +276,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
     """Wait for a condition that another thread makes true."""
     pause_s, deadline = 0.001, time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(pause_s)
-        pause_s = min(1.1 * pause_s, 0.02)  # some conditions are requests to the scheduler
+        pause_s = min(1.1 * pause_s, 0.02)  # a condition may send requests to the scheduler
 
 
 @contextmanager
 def files_up_to(num_bytes: int) -> Iterator[None]:
-    """Limit the size of files that this process writes: a longer write fails with EFBIG."""
+    """Limit the size of files that this process writes. A longer write fails with EFBIG."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -316,23 +316,23 @@ def in_threads(*functions: Callable[[], Any]) -> list[Any]:
 
 
 def keys_of(*numbers: int) -> Keys:
-    """Return keys."""
+    """Return an array of keys."""
     return np.array(numbers, np.uint64)
 
 
 def floats(*values: float) -> Floats:
-    """Return float32."""
+    """Return a float32 array."""
     return np.array(values, np.float32)
 
 
 def key_of(client: Client, rank: int) -> Keys:
-    """Return a key whose primary is the server of that rank."""
+    """Return a key whose primary is the server of the rank."""
     keys = np.arange(1000, dtype=np.uint64).reshape(-1, 1)
     return next(key for key in keys if client.servers.routes.owners[buckets_of_keys(key).bit_length() - 1] == rank)
 
 
 def random_keys(random: np.random.Generator, count: int) -> Keys:
-    """Return distinct keys, the least and the greatest among them."""
+    """Return distinct keys, including the smallest and the largest key."""
     keys = np.unique(np.concatenate([keys_of(0, 2**64 - 1), random.integers(0, 2**64, count, np.uint64)]))
     return random.permutation(keys)
 

@@ -18,12 +18,12 @@ from .harness import PATIENCE_S, Cluster, ServerNode, in_threads, key_of, wait_u
 BUDGET = 1 << 20
 DIM = 4096
 NUM_PUSHES = 400
-RECEIVED_BYTES = 1 << 19  # this data may be in the receive buffer when reading stops
+RECEIVED_BYTES = 1 << 19  # size of the receive buffer, which may be full when reading stops
 
 
 @contextmanager
 def stopped(node: ServerNode) -> Iterator[None]:
-    """Stop a server completely, as SIGSTOP does."""
+    """Block the event loop of a server, like SIGSTOP."""
     assert node.served is not None
     go_on, has_begun = threading.Event(), threading.Event()
 
@@ -40,7 +40,7 @@ def stopped(node: ServerNode) -> Iterator[None]:
 
 
 def most_held(node: ServerNode, done: Any) -> int:
-    """Return how many bytes a server holds at most until `done` is true."""
+    """Return the largest number of bytes that a server holds until `done` is true."""
     most = 0
 
     def is_blocked() -> bool:
@@ -53,7 +53,7 @@ def most_held(node: ServerNode, done: Any) -> int:
     return most
 
 
-def test_a_replica_without_reads_does_not_fill_the_memory_of_the_primary() -> None:
+def test_a_blocked_replica_does_not_fill_the_memory_of_the_primary() -> None:
     with Cluster(servers=2, workers=2, replicas=1) as cluster:
         pusher, reader = cluster.connect_all(timeout_s=60.0)
         first = cluster.nodes[0]
@@ -66,7 +66,7 @@ def test_a_replica_without_reads_does_not_fill_the_memory_of_the_primary() -> No
         with stopped(cluster.nodes[1]):
             thread.start()
             most = most_held(first, lambda: len(first.server.pressure.paused) == 1)
-            assert not np.isnan(tables[1].pull(key)).any()  # others are served
+            assert not np.isnan(tables[1].pull(key)).any()  # other clients are served
             assert BUDGET < most <= BUDGET + RECEIVED_BYTES
         thread.join(PATIENCE_S)
         pusher.flush()
@@ -103,8 +103,8 @@ def test_a_fast_worker_waits_for_slow_workers_and_slow_workers_do_not_wait() -> 
 def test_the_death_of_a_replica_frees_the_primary(consistency: Consistency) -> None:
     with Cluster(servers=2, replicas=1, consistency=consistency, heartbeat_timeout_s=1.0) as cluster:
         client = cluster.connect(timeout_s=60.0)
-        # The younger server, because its heartbeats continue: of two servers that cannot reach each other, the younger
-        # one is expelled.
+        # Block the younger server. Its heartbeats continue, and the younger of two servers without a connection
+        # is expelled.
         first, second = sorted(cluster.nodes, key=lambda node: node.server.replicator.incarnation)
         first.server.pressure.max_bytes = BUDGET
         table = client.sparse_table("w", dim=DIM, update=SGD(lr=1.0))

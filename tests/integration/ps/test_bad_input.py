@@ -1,4 +1,4 @@
-"""Each mistake raises the right class with a sentence that names the objects, and changes nothing."""
+"""Each mistake raises the right class of error with a message that names the objects, and changes nothing."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_invalid_arguments_of_tables_and_clients() -> None:
         ([0] * 6, "out for table 'w' is a list: expected a NumPy array of float32"),
     ],
 )
-def test_a_bad_out(out: Any, message: str) -> None:
+def test_an_invalid_out_is_rejected(out: Any, message: str) -> None:
     with Cluster() as cluster:
         table = cluster.connect().sparse_table("w", dim=3, update=SGD(lr=1.0))
         with pytest.raises(UsageError, match=message):
@@ -118,7 +118,7 @@ def test_a_bad_out(out: Any, message: str) -> None:
         assert len(table) == 0
 
 
-def test_dense_mistakes() -> None:
+def test_mistakes_with_dense_tables_are_rejected() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         table = client.dense_table("d", size=10, update=SGD(lr=1.0))
@@ -162,7 +162,7 @@ def test_dense_mistakes() -> None:
         (lambda c: c.sparse_table("w", update=SGD(lr=1.0), seed="x"), "seed='x'"),
     ],
 )
-def test_a_bad_declaration(declare: Callable[[Any], object], message: str) -> None:
+def test_an_invalid_declaration_is_rejected(declare: Callable[[Any], object], message: str) -> None:
     with Cluster() as cluster:
         client = cluster.connect()
         with pytest.raises(UsageError, match=message):
@@ -170,7 +170,7 @@ def test_a_bad_declaration(declare: Callable[[Any], object], message: str) -> No
         assert client.tables() == []
 
 
-def test_a_table_declared_again_otherwise() -> None:
+def test_a_different_second_declaration_is_rejected() -> None:
     with Cluster(servers=2) as cluster:
         client, other = cluster.connect(), cluster.connect()
         client.sparse_table("w", dim=2, update=SGD(lr=0.5), initializer=Constant(value=1), seed=3)
@@ -191,7 +191,7 @@ def test_a_table_declared_again_otherwise() -> None:
         assert len(client.tables()) == 1
 
 
-def test_another_rule_for_a_table() -> None:
+def test_another_rule_for_a_table_is_rejected() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=Adagrad(lr=1.0))
@@ -201,11 +201,11 @@ def test_another_rule_for_a_table() -> None:
         assert table.push_pull([1], floats(5)) == pytest.approx(-1)
 
 
-# Frames of a client without checks.
+# Frames that a client would not send.
 
 
 def exchange(channel: Channel, kind: int, **fields: Any) -> Any:
-    channel.send(*frame_parts(kind, request=1, **{"epoch": 1, **fields}))  # from the first map
+    channel.send(*frame_parts(kind, request=1, **{"epoch": 1, **fields}))  # the epoch of the first view
     return channel.receive_frame(10)
 
 
@@ -219,7 +219,7 @@ KEYS, ONES = np.arange(4, dtype=np.uint64), np.ones(4, np.float32)
 
 @pytest.mark.parametrize("consistency", [Sequential(), None], ids=["sequential", "eventual"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_the_server_checks_pushes_too(bad: float, consistency: Sequential | None) -> None:
+def test_the_server_also_rejects_bad_pushes(bad: float, consistency: Sequential | None) -> None:
     with Cluster(workers=2, consistency=consistency) as cluster:
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -295,7 +295,7 @@ def test_malformed_requests(consistency: Sequential | None, caplog: pytest.LogCa
         call(channel, messages.JoinClock(rank=7, clock=0))
         sequence = 0
         for kind, fields, error, message in malformed(table.number, dense.number):
-            for clock in (0, 1):  # at an open gate, and at a closed one
+            for clock in (0, 1):  # at an open gate and at a closed gate
                 sequence += 1
                 with pytest.raises(error, match=message):
                     exchange(channel, kind, **{"sequence": sequence, "clock": clock, **fields})
@@ -325,7 +325,7 @@ def test_malformed_requests(consistency: Sequential | None, caplog: pytest.LogCa
         for request, body, error, message in calls:
             with pytest.raises(error, match=message):
                 call(channel, request, body, sequence=1)
-        assert not caplog.records  # no error was internal
+        assert not caplog.records  # no error was an internal error
         call(channel, messages.Retire())
         channel.close()
         assert not client.statistics()[0].tables["w"].pushes
@@ -348,8 +348,8 @@ def test_keys_of_another_server() -> None:
         assert not dense.pull().any()
 
 
-def test_a_bad_request_held_at_the_gate_concerns_the_sender_only() -> None:
-    """It is refused on arrival. The worker whose tick opens the gate receives no error."""
+def test_a_bad_request_for_a_later_iteration_affects_only_its_sender() -> None:
+    """The request is rejected on arrival. The worker whose tick opens the gate receives no error."""
     with Cluster(workers=2, consistency=Sequential()) as cluster:
         client = cluster.connect(rank=0)
         dense = client.dense_table("d", size=4, update=SGD(lr=1.0))
@@ -390,7 +390,7 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
             with pytest.raises(PeerError, match="not a worker of the cluster"):
                 call(channel, request)
         call(channel, messages.Register(node="x", role=Role.OBSERVER))
-        assert channel.receive_frame(10).header.kind == NOTICE  # the state of the job that it has posted
+        assert channel.receive_frame(10).header.kind == NOTICE  # the state of the job that this process has posted
         with pytest.raises(ProtocolError, match="node 'y'"):
             call(channel, messages.Register(node="y", role=Role.OBSERVER))
         channel.close()
@@ -401,7 +401,7 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
 # Departures and registrations.
 
 
-def test_a_closed_client() -> None:
+def test_calls_of_a_closed_client_are_errors() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -409,7 +409,7 @@ def test_a_closed_client() -> None:
         ticket = table.push([1, 2, 3], floats(1, 1, 1))
         client.close()
         client.close()
-        ticket.wait()  # it had ended before
+        ticket.wait()  # the client had ended before
         attempts: list[Callable[[], object]] = [
             lambda: table.push([1], floats(1)), lambda: table.pull([1]), lambda: dense.push(ONES), dense.pull,
             lambda: len(table), lambda: table.erase([1]), client.tick, client.retire, client.join, client.flush,
@@ -420,7 +420,7 @@ def test_a_closed_client() -> None:
                 attempt()
 
 
-def test_a_dead_server() -> None:
+def test_calls_to_a_dead_server_are_errors() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect(reconnect_s=0.2)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -454,7 +454,7 @@ def test_an_unreachable_but_living_server() -> None:
                 attempt()
 
 
-def test_a_dead_scheduler() -> None:
+def test_calls_to_a_dead_scheduler_are_errors() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect(scheduler_reconnect_s=0.2)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -478,7 +478,7 @@ def test_a_dead_scheduler() -> None:
         assert table.push_pull([1], floats(1)) == -1  # the servers are running
 
 
-def test_an_occupied_rank() -> None:
+def test_an_occupied_rank_is_rejected() -> None:
     with Cluster(workers=2) as cluster:
         first = cluster.connect(rank=1)
         with pytest.raises(UsageError, match=r"worker 1.*node"):
@@ -492,7 +492,7 @@ def test_an_occupied_rank() -> None:
 
 
 def test_a_node_is_the_same_member_after_a_second_registration() -> None:
-    """Its connection broke before the welcome arrived."""
+    """The first connection of the node broke before its welcome arrived."""
     with Cluster() as cluster:
         former, newer = cluster.link("node-a"), cluster.link("node-a")
         assert former.state.welcome is not None
@@ -502,14 +502,14 @@ def test_a_node_is_the_same_member_after_a_second_registration() -> None:
         assert [worker.node for worker in workers] == ["node-a"]
 
 
-def test_no_policy_for_stale_gradients_where_none_is_stale() -> None:
+def test_a_policy_for_stale_gradients_is_rejected_if_no_gradient_is_stale() -> None:
     settings = messages.ClusterSettings(consistency="sequential")
     settings.check()
     with pytest.raises(UsageError, match=r"policy drop:3 .* sequential"):
         msgspec.structs.replace(settings, stale="drop:3").check()
 
 
-def test_missing_servers() -> None:
+def test_missing_servers_are_reported() -> None:
     with Cluster(servers=1, expected_servers=2) as cluster:
         with pytest.raises(PeerError, match=r"1 servers have joined within 0.1 s, and the scheduler expects more"):
             cluster.connect(timeout_s=0.1)
@@ -517,7 +517,7 @@ def test_missing_servers() -> None:
             Client.connect(SocketTransport(TOKEN), "unix:///tmp/no-such-scheduler")
 
 
-# Strangers at the door.
+# Processes without the token.
 
 
 def stranger(netloc: str, data: bytes) -> None:
@@ -529,11 +529,11 @@ def stranger(netloc: str, data: bytes) -> None:
             while connected.recv(1 << 16):
                 pass
         except OSError:
-            pass  # the server has closed it
+            pass  # the server has closed the connection
 
 
-def test_strangers_are_not_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "paceline.transport")  # it logs the closed connections
+def test_processes_without_the_token_do_not_affect_a_cluster(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "paceline.transport")  # the transport logs the closed connections
     random = np.random.default_rng(0)
     http = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with Cluster(servers=2, workers=2, consistency=Sequential()) as cluster:

@@ -75,7 +75,7 @@ def test_servers_and_scheduler_refuse_such_a_table() -> None:
             with pytest.raises(ProtocolError, match="number"):
                 raw_call(server, "CreateTable", table={"number": number, "declared": SPEC, "spec": SPEC})
         for meta in (b"\x81\xa4type\xa1\xff", b"\x81\xa4type" + b"\x81\xa1a" * 100_000):
-            for channel in (server, scheduler):  # no UTF-8; nested deeper than anybody can follow
+            for channel in (server, scheduler):  # not UTF-8; too deeply nested
                 channel.send(*frame_parts(messages.CALL, request=2, meta=meta))
                 with pytest.raises(ProtocolError, match="cannot be read"):
                     channel.receive_frame(10)
@@ -90,7 +90,7 @@ def test_servers_and_scheduler_refuse_such_a_table() -> None:
 
 @contextmanager
 def between_servers() -> Iterator[tuple[Client, Channel, int, int]]:
-    """Yield a client, a channel as another server has it, and the numbers of a sparse and a dense table."""
+    """Yield a client, a channel like the channel of another server, and the numbers of a sparse and a dense table."""
     with Cluster() as cluster:
         client = cluster.connect()
         sparse = client.sparse_table("s", dim=2, update=Adagrad(lr=1.0))
@@ -143,7 +143,7 @@ def test_malformed_forwarded_pushes(caplog: pytest.LogCaptureFixture) -> None:
         ]
         for operation, buckets, pieces, body, message in wrong:
             refused(channel, FORWARD, [1 << 39, operation, buckets, pieces], body, message)
-        assert not caplog.records  # no error was internal
+        assert not caplog.records  # no error was an internal error
 
 
 def test_malformed_buckets(caplog: pytest.LogCaptureFixture) -> None:
@@ -226,7 +226,7 @@ def answered_by(handler: Handler) -> Iterator[Client]:
     ("kind", "num_bytes"),
     [(VALUES, 0), (VALUES, 4), (VALUES, 12), (ACK, 0), (ACK, 8), (RESULT, 8), (FrameKind.ERROR, 0)],
 )
-def test_incomplete_values_do_not_count(kind: int, num_bytes: int) -> None:
+def test_incomplete_values_are_rejected(kind: int, num_bytes: int) -> None:
     with answered_by(Answering(kind, num_bytes, b"")) as client, pytest.raises(PeerError):
         client.sparse_table("w", update=SGD(lr=1.0)).pull(keys_of(1, 2))
 

@@ -1,4 +1,4 @@
-"""Two live servers that cannot reach each other: one is expelled, and workers only pause."""
+"""If two live servers cannot reach each other, one server is expelled, and workers only pause."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ITERATIONS = 100
 
 
 class _Cable(FaultPlan):
-    """Loses everything while it is cut."""
+    """Drops all data while the cable is cut."""
 
     def __init__(self, is_cut: Callable[[], bool]) -> None:
         super().__init__()
@@ -59,11 +59,11 @@ class Cables(SocketTransport):
 
 
 def count(client: Client) -> None:
-    """Add 1 to everything in every iteration."""
+    """Add 1 to all keys in every iteration."""
     table = client.sparse_table("counts", update=SGD(lr=1.0))
     for _ in range(ITERATIONS):
         table.push(KEYS, -np.ones((300, 1), np.float32), tick=True).wait()
-        time.sleep(0.003)  # so that the cut happens in the middle
+        time.sleep(0.003)  # so that the cut happens between iterations
     client.flush()
 
 
@@ -92,7 +92,7 @@ def test_one_of_two_disconnected_servers_is_expelled_without_loss(consistency: C
         assert younger.expelled == f"it and {name} could not reach each other for 1 s, although all are alive"
 
 
-def test_without_cuts_no_client_complains() -> None:
+def test_without_cuts_no_server_reports_another_server() -> None:
     with Cluster(servers=3, workers=1, replicas=2, heartbeat_timeout_s=0.5) as cluster:
         table = cluster.connect().sparse_table("counts", update=SGD(lr=1.0))
         end = time.monotonic() + 1.5
@@ -102,7 +102,7 @@ def test_without_cuts_no_client_complains() -> None:
 
 
 class _Deaf(Handler):
-    """A server that takes its time with every frame, and answers none but PING."""
+    """A server that processes every frame slowly and answers only PING."""
 
     def __init__(self) -> None:
         self.pause_s = 0.0
@@ -119,7 +119,7 @@ def _must_not(error: BaseException) -> None:
 
 
 def test_an_answering_or_receiving_server_is_reachable() -> None:
-    """A PING is delayed by the data in flight. But the other end reads this data, so it is reachable."""
+    """Data in flight delays a PING. The other end reads this data, so it is reachable."""
     handler, transport = _Deaf(), SocketTransport(TOKEN)
     period_s, size = 0.05, 1 << 22
 
@@ -139,7 +139,7 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
         links.watch(period_s)
         links.want({7: endpoint}, Hello(role="server"))
         try:
-            assert set(await watch(0.6)) == {()}  # it replies
+            assert set(await watch(0.6)) == {()}  # the peer replies
             peer = links.peer(7)
             assert peer is not None
             assert ups == [7]
@@ -148,7 +148,7 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
                 peer.send(*frame_parts(FORWARD, body=bytes(size)))
             while peer.write_backlog_bytes > 2 * size:  # the peer reads
                 assert await watch(2 * period_s) == [(), ()]
-            assert (await watch(1.5))[-1] == (7,)  # the data is read, and no reply arrives
+            assert (await watch(1.5))[-1] == (7,)  # the peer reads the data, but no reply arrives
             handler.answers, handler.pause_s = True, 0.0
             assert (await watch(0.6))[-1] == ()
             links.want({}, Hello(role="server"))
@@ -176,7 +176,7 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
 
 
 def test_a_report_ends_with_the_connection() -> None:
-    """The reply to the first PING ends the report, although the next poll is far away."""
+    """The reply to the first PING ends the report immediately, and not at the next poll."""
     transport, period_s = SocketTransport(TOKEN), 0.3
 
     async def connect_late(endpoint: Endpoint) -> None:
@@ -185,7 +185,7 @@ def test_a_report_ends_with_the_connection() -> None:
         )
         polls: list[tuple[int, ...]] = []
         links.want({7: endpoint}, Hello(role="server"))
-        for _ in range(6):  # without a pause, so that there is no connection yet
+        for _ in range(6):  # without a pause, so the connection does not exist yet
             links._silence.poll((7,))
         polls.append(links.unreachable)
         links.watch(10 * period_s)
@@ -213,9 +213,9 @@ def test_the_error_names_the_unreachable_server() -> None:
         assert time.monotonic() < began + 20.0
 
 
-def test_clients_notice_a_cut_while_waiting_at_another_server() -> None:
+def test_clients_detect_a_cut_while_they_wait_for_another_server() -> None:
     """Otherwise two workers wait for each other: one for a lost tick, and the other for this worker."""
-    ticks = [Fault(action="drop", rank=0, step=step, kind=TICK) for step in (0, 2)]  # to server 0, not to server 1
+    ticks = [Fault(action="drop", rank=0, step=step, kind=TICK) for step in (0, 2)]  # only to server 0
     plan = FaultPlan(ticks)
     transport = FaultyTransport(SocketTransport(TOKEN), plan)
     with Cluster(

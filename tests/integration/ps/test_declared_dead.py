@@ -34,7 +34,7 @@ def test_a_death_is_reported_with_the_reason(reports_ends: bool) -> None:
     with Cluster(servers=1, workers=3, heartbeat_timeout_s=2.0) as cluster:
         scheduler = cluster.scheduler
         scheduler.on_note, scheduler.reports_ends = notes.append, reports_ends
-        member(cluster, 0, is_well=True).close()  # it leaves without a report
+        member(cluster, 0, is_well=True).close()  # this worker sends Leave, so the scheduler reports no death
         silent, ended = member(cluster, 1, is_well=False), member(cluster, 2, is_well=True)
         welcome = ended.state.welcome
         assert welcome is not None
@@ -48,7 +48,7 @@ def test_a_death_is_reported_with_the_reason(reports_ends: bool) -> None:
         lasting = member(cluster, 3, is_well=False)
         cluster.served.call(lambda: scheduler.end("the test ends the scheduler"))
         incarnation = lasting.state.welcome.incarnation if lasting.state.welcome is not None else 0
-        cluster.served.call(lambda: scheduler.process_ended(incarnation))  # as ended processes do
+        cluster.served.call(lambda: scheduler.process_ended(incarnation))  # like an ended process
         lasting.close()
     assert notes == expected
 
@@ -66,7 +66,7 @@ def test_declaring_a_waiting_worker_dead_ends_it() -> None:
             over.result(30)
 
 
-def test_a_client_declared_dead_is_notified_without_a_server() -> None:
+def test_a_client_declared_dead_is_notified_by_the_scheduler() -> None:
     """The scheduler notifies the worker.
 
     Servers reject a dead worker's requests. If its server has died too, only this notice ends the wait for a view.

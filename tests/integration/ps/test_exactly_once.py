@@ -1,4 +1,4 @@
-"""Every push is applied exactly once, however the connection breaks; the faults are seen to have happened."""
+"""Every push is applied exactly once, however the connection breaks. The tests check that the faults occurred."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.transport import SocketTransport
 
 from .harness import TOKEN, Cluster, floats, in_threads, key_of, keys_of, statistics_of, wait_until
 
-KEYS = np.arange(300, dtype=np.uint64)  # on every server
+KEYS = np.arange(300, dtype=np.uint64)  # a key on every server
 ONES = np.ones(300, np.float32)
 
 
@@ -91,7 +91,7 @@ def test_every_kind_of_request(kind: int, fault: dict[str, object], consistency:
 def test_several_cuts_and_a_repeated_frame() -> None:
     faults = [
         Fault(action="cut", rank=0, step=2, kind=PUSH, when="after"),
-        Fault(action="cut", rank=0, step=3, kind=PUSH, when="before"),  # while it sends again
+        Fault(action="cut", rank=0, step=3, kind=PUSH, when="before"),  # during the resend
         Fault(action="cut", rank=0, step=5, kind=PUSH, when="after"),
         Fault(action="delay", rank=0, step=9, kind=PUSH, delay_s=0.01),
         Fault(action="cut", rank=0, step=30, kind=PUSH, when="after"),
@@ -125,7 +125,7 @@ def test_a_duplicate_frame_is_applied_once(kind: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_faults(seed: int) -> None:
-    """Two workers, three servers, a dozen cuts and delays: all counters and values to the last push."""
+    """With two workers, three servers and a dozen cuts and delays, all counters and values are exact."""
     random = np.random.default_rng(seed)
     pushes = 60
     consistencies: list[Consistency] = [Sequential(), BoundedDelay(tau=2), Eventual()]
@@ -183,8 +183,8 @@ def test_clients_have_independent_numbers() -> None:
 
 
 @pytest.mark.parametrize("method", ["send", "receive", "receive_header"])
-def test_an_interrupt_in_the_middle_of_it(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Press Ctrl-C while a frame is in flight. Later calls (for example a save) work, and the push counts once."""
+def test_an_interrupt_during_a_push(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Press Ctrl-C while a frame is in flight. Later calls (for example a save) work, and the push is applied once."""
     with Cluster() as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -223,7 +223,7 @@ def test_a_repeat_is_acknowledged_when_the_replica_has_the_push() -> None:
 
 
 def cut_once_after_sending(connection: ServerConnection, between: Callable[[], object], kind: str = "") -> None:
-    """Close the connection once after the server has applied a call (of a kind); call `between` before the repeat."""
+    """Close the connection once, after a server has applied a call (of a kind). Call `between` before the repeat."""
     channel, transmit = connection.channel, connection.transmit
 
     def transmit_and_cut(frame: tuple[Any, ...], request: Request) -> None:
@@ -232,7 +232,7 @@ def cut_once_after_sending(connection: ServerConnection, between: Callable[[], o
             return
         connection.transmit = transmit  # type: ignore[method-assign]
         transmit(frame, request)
-        channel.receive_header(5.0)  # the server has applied it; its answer is lost
+        channel.receive_header(5.0)  # the server has applied the call, but its answer is lost
         between()
         channel.close()
 
@@ -261,7 +261,7 @@ def test_a_repeated_change_does_not_undo_the_push_between(servers: int, replicas
 
 
 @pytest.mark.parametrize("change", ["write", "erase"])
-def test_a_server_dies_in_the_middle_of_a_change(change: str) -> None:
+def test_a_server_dies_during_a_change(change: str) -> None:
     """The replica has applied the change and does not apply the repetition: the push between them stays."""
     with Cluster(servers=2, replicas=1) as cluster:
         client, other = cluster.connect(observer=True), cluster.connect(observer=True)
@@ -284,7 +284,7 @@ def test_a_server_dies_in_the_middle_of_a_change(change: str) -> None:
 
 
 def test_a_push_after_a_later_change_is_applied() -> None:
-    """Repeat the push, as a client does after a rejection because of the server's view."""
+    """Repeat the push like a client whose push was rejected because of the server's view."""
     with Cluster() as cluster:
         client = cluster.connect(observer=True)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -316,7 +316,7 @@ def test_repeated_erasing_of_unseen_rows_does_not_undo_the_pass_between(replicas
 
         def push_in_last_pass() -> None:
             other_table.push(keys, ones).wait()
-            other_table.begin_pass(3)  # now all these rows are unseen
+            other_table.begin_pass(3)  # all these rows are unseen now
 
         other_table.begin_pass(1 if has_unseen else 2)
         other_table.push(keys, ones).wait()
@@ -351,7 +351,7 @@ def test_repeated_loading_of_parts_does_not_undo_the_push_between(tmp_path: Path
         assert (other_table.pull(np.setdiff1d(KEYS, keys)) == 7).all()
 
 
-def test_a_late_repeat_of_an_older_call_does_not_allow_newer_ones_again(
+def test_a_late_repeat_of_an_older_call_does_not_permit_repeats_of_newer_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Cluster() as cluster:
@@ -382,7 +382,7 @@ def test_a_late_repeat_of_an_older_call_does_not_allow_newer_ones_again(
         assert (table.pull(KEYS) == 6).all()
 
 
-def test_the_last_change_of_hyperparameters_holds_on_every_server() -> None:
+def test_every_server_has_the_last_change_of_hyperparameters() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect(observer=True)
         table = client.sparse_table("w", update=SGD(lr=1.0))

@@ -1,4 +1,4 @@
-"""Servers that fail in the middle of something, or have no memory: they end, or refuse, and nothing is lost."""
+"""Servers that fail during an operation end. Servers without memory reject pushes. No acknowledged push is lost."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ONES = -np.ones((300, 1), np.float32)
 
 
 def fail_once(node: ServerNode, name: str, error: Exception) -> None:
-    """Have the next call of a method of the server's part of the first table raise this."""
+    """Let the next call of a method of the server's part of the first table raise an error."""
     raise_once(node.server.tables.by_number[1].part, name, error)
 
 
 def raise_once(of: Any, name: str, error: Exception) -> None:
-    """Have the next call of a method of an object raise this."""
+    """Let the next call of a method of an object raise an error."""
     original = getattr(of, name)
 
     def fails(*arguments: Any) -> Any:
@@ -41,7 +41,7 @@ def raise_once(of: Any, name: str, error: Exception) -> None:
 
 
 def led_by(node: ServerNode) -> Keys:
-    """Return keys whose primary a server is."""
+    """Return keys whose primary is a server."""
     primary = node.server.core.replication.primary
     return KEYS[[bool(buckets_of_keys(KEYS[i : i + 1]) & primary) for i in range(len(KEYS))]]
 
@@ -68,7 +68,7 @@ ERRORS = [MemoryError("no memory for the bucket to grow"), ZeroDivisionError(), 
 def test_a_server_ends_after_a_failed_push_and_nothing_is_lost(
     role: str, consistency: Consistency, error: Exception
 ) -> None:
-    """A replica that went on had the push in its filter, not in its table, and acknowledged it when it came again."""
+    """A replica that continued would have the push only in its filter, and would acknowledge the repeated push."""
     with Cluster(servers=2, replicas=1, consistency=consistency) as cluster:
         client = cluster.connect()
         table = table_of(client)
@@ -93,7 +93,7 @@ def test_a_failing_single_server_acknowledges_nothing(consistency: Consistency) 
         fail_once(node, "push_sum" if node.server.core.progress.iterations is not None else "push", MemoryError())
 
         def push(table: SparseTable) -> None:
-            with suppress(ConnectionLostError):  # the other worker's push may have ended the server already
+            with suppress(ConnectionLostError):  # the other worker's push may already have ended the server
                 table.push(KEYS, ONES, tick=True)
 
         found, *_ = in_threads(partial(end, node), *(partial(push, table) for table in tables))
@@ -128,7 +128,7 @@ def raises(error: Exception) -> Callable[..., Any]:
 
 
 def test_an_impossible_map_ends_the_server() -> None:
-    """Otherwise the server would use a version whose changes it had not applied."""
+    """Otherwise the server would use a version without its changes."""
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()
         table_of(client).push(KEYS, ONES).wait()
@@ -140,7 +140,7 @@ def test_an_impossible_map_ends_the_server() -> None:
 
 
 def test_a_failing_link_ends_the_server() -> None:
-    """Otherwise only its task would end, unnoticed, and the connection would never be opened again."""
+    """Otherwise only the link's task would end without a report, and the connection would never be opened again."""
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()
         table_of(client).push(KEYS, ONES).wait()
@@ -166,7 +166,7 @@ def test_a_failing_scheduler_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_waiting_calls_report_the_failed_connection_to_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise its thread would end with the exception, and calls would wait until their timeout."""
+    """Otherwise the link's thread would end with the exception, and calls would wait until their timeout."""
     seen: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
 
@@ -183,8 +183,8 @@ def test_waiting_calls_report_the_failed_connection_to_the_scheduler(monkeypatch
 
 
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=0), Sequential()], ids=str)
-def test_a_refused_push_ends_the_iteration_and_the_next_one_reports_it(consistency: Consistency) -> None:
-    """Otherwise the other workers would wait a minute for the tick that was refused with the push."""
+def test_a_rejected_push_ends_the_iteration_and_the_next_iteration_reports_it(consistency: Consistency) -> None:
+    """Otherwise the other workers would wait a minute for the tick that was rejected with the push."""
     with Cluster(consistency=consistency, workers=2) as cluster:
         first, second = cluster.connect(), cluster.connect()
         tables = table_of(first), table_of(second)

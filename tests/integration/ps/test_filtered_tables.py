@@ -81,14 +81,14 @@ def test_pushes_and_pulls(filters: list[Filter], servers: int, consistency: Cons
         values = table.pull(again)
         np.testing.assert_array_equal(values[: len(KEYS)][::-1], found)
         np.testing.assert_array_equal(values[len(KEYS) :], found[:7])
-        # A combined push and pull returns all rows, in any order.
+        # A combined push and pull returns all rows, for any order of keys.
         before = table.pull(KEYS)
         found = table.push_pull(KEYS[::-1], np.ascontiguousarray(grads[::-1]), tick=True)
         np.testing.assert_array_equal(found, (before - grads)[::-1])
 
 
 @pytest.mark.parametrize("filters", [ALL_EXACT, [KeyCaching()], [KeyCaching(), KeyNumbers()]], ids=names)
-def test_exact_filters_change_no_bit(filters: list[Filter]) -> None:
+def test_exact_filters_do_not_change_values(filters: list[Filter]) -> None:
     random = np.random.default_rng(1)
     steps = [(random.permutation(KEYS)[:300], random.standard_normal((300, 3)).astype(np.float32)) for _ in range(5)]
     found = []
@@ -185,7 +185,7 @@ def count_unknown(filters: PeerFilters, unknown: list[int]) -> None:
 
 @pytest.mark.parametrize("about_keys", [KeyCaching(), KeyNumbers()], ids=str)
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=0), Sequential()], ids=str)
-def test_a_server_without_cached_lists_receives_all_again_in_order(
+def test_a_server_without_cached_lists_receives_all_pushes_again_in_order(
     consistency: Consistency, about_keys: Filter
 ) -> None:
     """Later pushes and ticks must not overtake the push whose keys the server lacks."""
@@ -217,7 +217,7 @@ def test_a_server_without_cached_lists_receives_all_again_in_order(
         expected[200:] += 13 * 2
         expected[:50] += 80
         np.testing.assert_array_equal(found[:, 0], -expected)
-        assert unknown, "nothing was forgotten"
+        assert unknown, "no list was dropped"
 
 
 def test_a_worker_resends_keys_while_it_waits_for_another_server() -> None:
@@ -240,14 +240,14 @@ def test_a_worker_resends_keys_while_it_waits_for_another_server() -> None:
 
 
 @pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
-def test_servers_come_and_go(consistency: Consistency) -> None:
+def test_servers_join_and_leave(consistency: Consistency) -> None:
     with Cluster(servers=3, replicas=1, consistency=consistency, heartbeat_timeout_s=1.0) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0), filters=[KeyCaching(), DeltaKeys(), Quantize(2)])
         kept = client.sparse_table("kept", update=SGD(lr=1.0), filters=[Quantize(2)], pull_filters=[])
         grads, random, total = np.ones((len(KEYS), 1), np.float32), np.random.default_rng(3), np.zeros((len(KEYS), 1))
         for number in range(200):
-            if number % 2 == 0:  # and only the delayed rows in the last 50
+            if number % 2 == 0:  # the last 50 pushes send only delayed rows
                 part = random.standard_normal((len(KEYS), 1)).astype(np.float32) * np.float32(number < 100)
                 kept.push(KEYS, part)
                 total += part
@@ -258,11 +258,11 @@ def test_servers_come_and_go(consistency: Consistency) -> None:
                 np.testing.assert_array_equal(table.pull(KEYS), -(number + 1.0) * grads)
         client.retire()
         np.testing.assert_array_equal(table.pull(KEYS), -200 * grads)
-        np.testing.assert_allclose(kept.pull(KEYS), -total, atol=0.5)  # a push lost, or applied twice, would be up to 3
+        np.testing.assert_allclose(kept.pull(KEYS), -total, atol=0.5)  # a lost push would change a value by up to 3
         assert cluster.compare_replicas() > 0
 
 
-def test_stochastic_pushes_are_the_same_on_every_replica_and_in_every_run() -> None:
+def test_stochastic_filters_give_equal_values_on_every_replica_and_in_every_run() -> None:
     random = np.random.default_rng(4)
     steps = [random.standard_normal((len(KEYS), 2)).astype(np.float32) for _ in range(10)]
     found = []
@@ -301,7 +301,7 @@ def test_unsupported_filters_are_reported_when_the_table_is_made() -> None:
             client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(4)])
 
 
-def test_rows_fixed_at_0_are_held_back() -> None:
+def test_rows_fixed_at_0_are_not_sent() -> None:
     keys, strong = KEYS[:300], np.arange(300) % 3 == 0
     grads = np.where(strong, 2.0, 0.25).astype(np.float32)
     found, bytes_sent = [], []
@@ -330,7 +330,7 @@ def test_rows_fixed_at_0_are_held_back() -> None:
 
 
 def test_filters_change_while_a_pull_waits() -> None:
-    """The reply to a waiting pull is never decoded with other filters than it was encoded with."""
+    """The reply to a waiting pull is decoded with the filters with which it was encoded."""
     with Cluster(consistency=Sequential(), workers=2) as cluster:
         first, second = cluster.connect(rank=0), cluster.connect(rank=1)
         table = first.sparse_table("w", update=SGD(lr=1.0), filters=[Float16()])
@@ -356,13 +356,13 @@ def test_random_rounding_does_not_depend_on_other_keys() -> None:
     np.testing.assert_array_equal(found[0], found[1])
 
 
-def test_keys_only_claimed_by_a_worker_do_not_count() -> None:
+def test_a_message_with_too_few_bytes_for_its_keys_is_rejected() -> None:
     claim = messages.encode(messages.FilterInfo(requests=[KeyNumbers(1).describe()], answers=[]))
     filters = PeerFilters(max_key_bytes=1 << 20)
     peer: Any = object()
     keys, chain = np.arange(1000, dtype=np.uint64), FilterChain([KeyNumbers(1)])
     for body in (
-        struct.pack("<IIIBBxx", 1 << 20, 0, 8, NUMBERS, 0) + bytes(8),  # a million keys in 8 bytes
+        struct.pack("<IIIBBxx", 1 << 20, 0, 8, NUMBERS, 0) + bytes(8),  # the message claims a million keys in 8 bytes
         chain.encode(keys, np.empty(0, np.float32), 0, chain.memory(sends=True))[:-9],
     ):
         header = Header(kind=FILTERED_PULL, table=1, meta_bytes=len(claim), body_bytes=len(body))
@@ -389,14 +389,14 @@ def test_rounding_errors_are_sent_with_the_next_push(bits: int) -> None:
             dense.push(elements[600:], keys=np.arange(600, 700)).wait()
         for found, exact in ((-rows.pull(KEYS), grads), (-dense.pull(), elements)):
             error = np.abs(found / rounds - exact)
-            assert error.max() < 0.2  # otherwise the chance of 40 roundings would give differences of 0.5
+            assert error.max() < 0.2  # without error feedback, 40 random roundings would give differences of 0.5
             assert error.mean() < 0.04
         before = rows.pull(KEYS)
-        rows.push_pull(KEYS, np.zeros_like(grads))  # sends no delayed rows
+        rows.push_pull(KEYS, np.zeros_like(grads))  # this call sends no delayed rows
         np.testing.assert_array_equal(rows.pull(KEYS), before)
 
 
-def test_nothing_to_push() -> None:
+def test_empty_pushes_with_filters() -> None:
     with Cluster(servers=2, consistency=BoundedDelay(tau=0)) as cluster:
         table = cluster.connect().sparse_table("w", update=SGD(lr=1.0), filters=[Significant(1e9), *ALL_EXACT])
         table.push(KEYS, np.ones((len(KEYS), 1), np.float32), tick=True).wait()
@@ -486,8 +486,8 @@ def test_filters_for_sparse_tables_only(chosen: Filter) -> None:
 
 
 @pytest.mark.parametrize("filters", [[KeyNumbers()], [KeyCaching(), KeyNumbers()]])
-def test_calls_stay_after_a_repeated_request_for_a_push(filters: list[Filter]) -> None:
-    """A server without the cached keys refuses the push. Later calls must not overtake it."""
+def test_calls_do_not_overtake_a_push_whose_keys_are_requested_again(filters: list[Filter]) -> None:
+    """A server without the cached keys rejects the push. Later calls must not overtake its repetition."""
     with Cluster(servers=1) as cluster:
         table = cluster.connect().sparse_table("t", update=SGD(lr=1.0), filters=filters)
         keys, ones = np.arange(1000, dtype=np.uint64), np.ones((1000, 1), np.float32)

@@ -1,4 +1,4 @@
-"""A client belongs to one process: a forked child that uses it gets an error, and does not harm the parent's client."""
+"""A client belongs to one process. A forked child that uses it gets an error and does not affect the parent."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.ps import SGD
 from .harness import Cluster, floats, keys_of
 
 pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no os.fork"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
 
 def in_child(function: Callable[[], Any]) -> str:
-    """Return the exception of a function in a forked process, as text; empty if it returns."""
+    """Run a function in a forked process. Return its exception as text, or an empty text."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -38,7 +38,7 @@ def in_child(function: Callable[[], Any]) -> str:
     return found
 
 
-def test_whatever_a_child_does_with_a_client_is_one_error_and_the_parent_goes_on() -> None:
+def test_every_use_of_a_client_in_a_child_is_an_error_and_the_parent_continues() -> None:
     with Cluster() as cluster:
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -60,7 +60,7 @@ def test_whatever_a_child_does_with_a_client_is_one_error_and_the_parent_goes_on
         ticket.wait()
         assert table.pull(keys_of(1)) == -1
         assert len(client.tables()) == 1
-        assert cluster.num_counted() == 1  # the child did not leave in its name
+        assert cluster.num_counted() == 1  # the child did not make the parent's member leave
 
 
 def test_an_inherited_client_leaves_with_the_process() -> None:

@@ -1,4 +1,4 @@
-"""Consistency with real clients: the waits of workers, and the sums of an iteration's gradients."""
+"""Consistency with real clients: when workers wait, and the sums of an iteration's gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_FEATURES = 40
 
 
 class Regression:
-    """Least squares on batches that the workers get in turn. The gradient depends on the pulled values."""
+    """Least squares. The workers take turns with the batches, and gradients depend on the pulled values."""
 
     def __init__(self, dense: bool) -> None:
         random = np.random.default_rng(7)
@@ -85,7 +85,7 @@ class Regression:
 
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-def test_sequential_is_one_process_on_the_joined_batch(rule: UpdateRule, dense: bool) -> None:
+def test_sequential_training_equals_one_process_with_the_joined_batch(rule: UpdateRule, dense: bool) -> None:
     regression = Regression(dense)
     alone = regression.train(rule, workers=1, servers=1, aggregate="sum", jitter=0)
     first = regression.train(rule, workers=NUM_WORKERS, servers=2, aggregate="sum", jitter=1)
@@ -106,8 +106,8 @@ def test_mean_of_the_workers(dense: bool) -> None:
     np.testing.assert_allclose(mean, alone, rtol=1e-6, atol=1e-6)
 
 
-def test_an_iteration_is_applied_once_whatever_it_is_made_of() -> None:
-    """Several pushes of several workers, keys and ranges: one Adagrad step for each element."""
+def test_an_iteration_of_several_pushes_is_one_step() -> None:
+    """Several workers push keys and ranges. Each element makes one Adagrad step."""
     with Cluster(servers=2, workers=2, consistency=Sequential()) as cluster:
         clients = cluster.connect_all()
         tables = [client.dense_table("d", size=1000, update=Adagrad(lr=1.0)) for client in clients]
@@ -144,7 +144,7 @@ def test_bounded_delay_admits_no_worker_early(tau: int, servers: int) -> None:
                 spread[0] = max(spread[0], iteration - least)
                 if random.random() < 0.2 * rank:
                     time.sleep(1e-3)
-                finished[rank] = iteration + 1  # before the server can receive it
+                finished[rank] = iteration + 1  # before the server can receive the request
                 table.push(keys, np.ones(8, np.float32), tick=True)
             clients[rank].retire()
 
@@ -177,7 +177,7 @@ def test_the_gate_opens_with_the_expected_tick(tau: int) -> None:
 
 def test_eventual_never_waits() -> None:
     with Cluster(servers=2, workers=3, consistency=Eventual()) as cluster:
-        fast, _ = cluster.connect(), cluster.connect()  # the third never comes
+        fast, _ = cluster.connect(), cluster.connect()  # the third worker never joins
         table = fast.sparse_table("w", update=SGD(lr=1.0))
         for step in range(50):
             assert (table.pull([1, 2, 3]) == -step).all()
@@ -193,12 +193,12 @@ def test_retire_and_join_again(consistency: Sequential | BoundedDelay) -> None:
         keys, ones = np.arange(50, dtype=np.uint64), np.ones(50, np.float32)
         other.push(keys, ones, tick=True)
         rests.retire()
-        rests.retire()  # again, to no effect
+        rests.retire()  # a second call has no effect
         for step in range(3):
             table.pull(keys)
             table.push(keys, ones, tick=True)
             assert (table.pull(keys) == -2 - step).all()
-        other.push(keys, ones).wait()  # as an observer's push: immediately
+        other.push(keys, ones).wait()  # applied immediately, like the push of an observer
         assert (other.pull(keys) == -5).all()
         with pytest.raises(UsageError, match=r"retired.*join"):
             rests.tick()
@@ -209,11 +209,11 @@ def test_retire_and_join_again(consistency: Sequential | BoundedDelay) -> None:
         assert rests.clock == stays.clock == 3
         table.push(keys, ones, tick=True)
         ticket = table.pull_async(keys)
-        wait_until(lambda: sum(server.held for server in rests.statistics()) == 2)  # it counts again
+        wait_until(lambda: sum(server.held for server in rests.statistics()) == 2)  # the worker takes part again
         assert not ticket.done()
         other.push(keys, ones, tick=True).wait()
         assert (ticket.result() == -7).all()
-        if isinstance(consistency, Sequential):  # a push without a tick counts with the next tick of its worker
+        if isinstance(consistency, Sequential):  # a push without a tick belongs to the next tick of its worker
             other.push(keys, ones).wait()
             rests.retire()
             table.push(keys, ones, tick=True)
@@ -228,7 +228,7 @@ def test_a_leaving_worker_opens_the_gate(consistency: Sequential | BoundedDelay,
         table, other = (client.sparse_table("w", update=SGD(lr=1.0)) for client in (lives, goes))
         keys, ones = np.arange(50, dtype=np.uint64), np.ones(50, np.float32)
         other.push(keys, ones, tick=True).wait()
-        other.push(keys, 4 * ones).wait()  # of an iteration that it does not finish
+        other.push(keys, 4 * ones).wait()  # a push of an iteration that the worker does not finish
         table.push(keys, ones, tick=True)
         table.push(keys, ones, tick=True)
         table.push(keys, ones, tick=True)
@@ -241,7 +241,7 @@ def test_a_leaving_worker_opens_the_gate(consistency: Sequential | BoundedDelay,
             cluster.kill(goes)
         expected = -4 if isinstance(consistency, Sequential) else -8
         assert (ticket.result() == expected).all()
-        for _ in range(5):  # and no worker waits
+        for _ in range(5):  # no worker waits
             table.push_pull(keys, ones, tick=True)
 
 
@@ -265,9 +265,9 @@ def test_a_silent_worker_is_expelled_and_notified() -> None:
         silent = cluster.connect(rank=1, on_notice=notices.append)
         table, other = (client.sparse_table("w", update=SGD(lr=1.0)) for client in (lives, silent))
         other.push(keys_of(1), floats(8)).wait()
-        silent.link.state.heartbeat_s = 1000.0  # as a stopped process
+        silent.link.state.heartbeat_s = 1000.0  # like a stopped process
         table.push(keys_of(1), floats(1), tick=True)
-        assert table.pull(keys_of(1)) == -1  # once it counts as dead
+        assert table.pull(keys_of(1)) == -1  # after the worker was declared dead
         wait_until(lambda: any(isinstance(notice, messages.Expelled) for notice in notices))
         with pytest.raises(PeerError, match=r"declared dead.*connect again"):
             other.push(keys_of(1), floats(1)).wait()
@@ -327,7 +327,7 @@ def test_a_late_worker_starts_at_the_current_iteration() -> None:
         assert ticket.result() == -9
 
 
-def test_pulls_run_ahead_only_as_far_as_the_consistency_allows() -> None:
+def test_pulls_of_later_iterations_wait_as_the_consistency_requires() -> None:
     with Cluster(workers=1, consistency=BoundedDelay(tau=1)) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -342,7 +342,7 @@ def test_pulls_run_ahead_only_as_far_as_the_consistency_allows() -> None:
                 table.pull_async([1], ahead=wrong)
 
 
-def test_observers_read_and_write_without_delay_and_do_not_count() -> None:
+def test_observers_read_and_write_without_delay_and_outside_of_iterations() -> None:
     with Cluster(workers=1, consistency=Sequential()) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         table, other = (connection.sparse_table("w", update=SGD(lr=1.0)) for connection in (client, observer))
@@ -368,7 +368,7 @@ def test_a_client_used_from_several_threads() -> None:
 
         def work(number: int) -> None:
             barrier.wait()
-            assert not shared.result().any()  # one ticket, several waiters
+            assert not shared.result().any()  # several threads wait for one ticket
             tickets = []
             for step in range(40):
                 own_keys = keys + np.uint64(1000 * number)
@@ -388,7 +388,7 @@ def test_a_client_used_from_several_threads() -> None:
 def test_no_worker_waits_for_a_worker_dead_before_joining() -> None:
     with Cluster(servers=1, workers=2, consistency=Sequential()) as cluster:
         client = cluster.connect()
-        other = cluster.link()  # registers as a worker, and dies before it joins the iterations
+        other = cluster.link()  # this worker registers, and dies before it joins the iterations
         cluster.lose(other)
         table = client.sparse_table("w", dim=1, update=SGD(lr=1.0))
         table.push(np.array([1], np.uint64), np.ones((1, 1), np.float32), tick=True)

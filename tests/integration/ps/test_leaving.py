@@ -1,4 +1,4 @@
-"""The waits of a worker at the end of its ``with`` block."""
+"""What a worker awaits at the end of its ``with`` block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def push(client: Client) -> None:
     client.sparse_table("sparse", update=SGD(lr=1.0)).push(KEYS, ONES, tick=True)
 
 
-def test_it_ends_when_the_last_iteration_is_on_the_replicas() -> None:
+def test_the_block_ends_when_the_replicas_have_the_last_iteration() -> None:
     with Cluster(servers=3, workers=2, replicas=1, consistency=Sequential()) as cluster:
         leaving, other = cluster.connect_all()
         observer = cluster.connect(observer=True)
@@ -45,7 +45,7 @@ def test_it_ends_when_the_last_iteration_is_on_the_replicas() -> None:
         thread.start()
         try:
             wait_until(lambda: leaving.clock == 1)
-            assert not left.wait(0.2)  # the iteration is not complete: each push is in the memory of one server only
+            assert not left.wait(0.2)  # the iteration is incomplete, so only one server has each push
         finally:
             push(other)
             other.flush()
@@ -58,7 +58,7 @@ def test_it_ends_when_the_last_iteration_is_on_the_replicas() -> None:
 
 
 @pytest.mark.parametrize("abrupt", [True, False])
-def test_an_abrupt_end_waits_for_no_other_worker(abrupt: bool) -> None:
+def test_a_block_that_ends_by_an_exception_does_not_wait_for_other_workers(abrupt: bool) -> None:
     def fail(client: Client) -> None:
         with client:
             push(client)
@@ -93,7 +93,7 @@ def test_failures_are_raised() -> None:
             client.flush()
 
 
-def test_closed_within_the_block() -> None:
+def test_a_client_may_be_closed_within_the_block() -> None:
     with Cluster() as cluster, cluster.connect() as client:
         push(client)
         client.close()
@@ -102,7 +102,7 @@ def test_closed_within_the_block() -> None:
 @pytest.mark.parametrize("is_missed", [False, True])
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)], ids=str)
 def test_a_server_in_no_chain_drops_the_clocks_and_receives_new_ones(consistency: Consistency, is_missed: bool) -> None:
-    """Also from a server that missed the map without its chains, and still has a connection to it."""
+    """The new clocks may come from a server that missed the view without these chains and is still connected."""
     with Cluster(servers=2, workers=2, replicas=1, consistency=consistency) as cluster:
         first, second = clients = cluster.connect_all()
         for client in clients:
@@ -128,7 +128,7 @@ def test_a_server_in_no_chain_drops_the_clocks_and_receives_new_ones(consistency
         workers = goes.server.core.workers
         assert (dict(workers.gate.clocks), workers.ranks, workers.counted) == ({}, {}, set())
         for client in clients:
-            push(client)  # it does not receive this view
+            push(client)  # the server does not receive this view
         change(now.version + 2, goes.server.replicator.incarnation)
         wait_until(lambda: goes.call(lambda: dict(workers.gate.clocks)) == dict.fromkeys(known[goes], 2))
         assert workers.ranks == stays.server.core.workers.ranks

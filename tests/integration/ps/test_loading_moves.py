@@ -1,4 +1,4 @@
-"""A snapshot is loaded while servers join, leave and die: afterwards every server of every chain has its rows."""
+"""A snapshot is loaded while servers join, leave and die. Then every server of every chain has the snapshot's rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Float
 
 
 class Loads:
-    """Lets servers read the parts of a snapshot one by one, and all remaining parts after :meth:`go_on`."""
+    """Lets servers read the parts of a snapshot one by one, and all remaining parts after :meth:`finish`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, free: int) -> None:
         self._free = threading.Semaphore(free)
@@ -82,14 +82,14 @@ class Loads:
 
         patch.setattr(server_snapshots, "read_buckets", read_when_allowed)
 
-    def go_on(self) -> None:
+    def finish(self) -> None:
         """Let the servers read all parts."""
         self._is_open = True
         self._free.release(1000)
 
 
 def check_all_copies(cluster: Cluster, client: Client) -> None:
-    """Every member of a chain has the same records in its buckets, bit for bit."""
+    """Check that all members of a chain have equal records in their buckets."""
     nodes = {node.server.replicator.incarnation: node for node in cluster.nodes if node.served is not None}
 
     def copies(node: ServerNode, bucket: int) -> list[tuple[object, ...]]:
@@ -109,7 +109,7 @@ def check_all_copies(cluster: Cluster, client: Client) -> None:
 def load_while(
     cluster: Cluster, client: Client, snapshot: Snapshot, patch: pytest.MonkeyPatch, change: Callable[[Loads], None]
 ) -> None:
-    """Load; call `change` when some parts were read, and others are not."""
+    """Load the snapshot; call `change` when the servers have read some of the parts."""
     loads = Loads(patch, free=6)
 
     def meanwhile() -> None:
@@ -117,7 +117,7 @@ def load_while(
             wait_until(lambda: loads.num_read >= 6)
             change(loads)
         finally:
-            loads.go_on()
+            loads.finish()
 
     in_threads(lambda: load_snapshot(client, snapshot), meanwhile)
 
@@ -125,13 +125,13 @@ def load_while(
 def test_replicas_are_compared_during_the_load(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The servers of a chain load a bucket at different times. This is no error of the replicas."""
+    """The servers of a chain load a bucket at different times. This does not count as a difference."""
     folder, expected = snapshot
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()
 
         def compare(loads: Loads) -> None:
-            assert cluster.compare_replicas() > 0  # it raises AssertionError if a server reports a difference
+            assert cluster.compare_replicas() > 0  # raises AssertionError if a server reports a difference
 
         load_while(cluster, client, read_newest(folder), monkeypatch, compare)
         assert cluster.compare_replicas() > 0
@@ -162,7 +162,7 @@ def test_a_server_joins_during_the_load(
             check_all_copies(cluster, observer)
 
 
-def test_a_loading_client_learns_late_of_a_join(
+def test_a_loading_client_receives_the_view_with_a_new_server_late(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, expected = snapshot
@@ -174,11 +174,11 @@ def test_a_loading_client_learns_late_of_a_join(
                 patch.setattr(client.servers.watch, "take", lambda cluster: False)
                 cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
                 wait_until(lambda: is_whole(observer, 3, 1))
-                loads.go_on()
-                time.sleep(0.3)  # time enough to load all by the old map, and to stop at that
+                loads.finish()
+                time.sleep(0.3)  # time enough to load all parts with the old view
             client.follower.take(cluster_map(observer))
 
-        # Of one table: the request for the next table would report the failure of the servers.
+        # One table only, because the request for the next table would report the failure.
         manifest = read_newest(folder).manifest
         one = Snapshot(folder, msgspec.structs.replace(manifest, tables=manifest.tables[:1]))
         load_while(cluster, client, one, monkeypatch, join_unnoticed)
@@ -186,7 +186,7 @@ def test_a_loading_client_learns_late_of_a_join(
         assert same(values(client)[:1], expected[:1])
 
 
-def test_a_server_takes_no_word_of_another_version(snapshot: tuple[Path, list[Floats]]) -> None:
+def test_a_server_ignores_messages_of_another_version(snapshot: tuple[Path, list[Floats]]) -> None:
     with Cluster() as cluster:
         client = cluster.connect()
         number = client.open_table(read_newest(snapshot[0]).manifest.tables[0].spec).number
@@ -222,7 +222,7 @@ def test_the_last_server_of_a_bucket_dies_during_the_loading(
             load_while(cluster, client, read_newest(snapshot[0]), monkeypatch, lambda loads: cluster.nodes[1].stop())
 
 
-def test_loading_begins_when_no_server_is_being_filled(
+def test_loading_starts_when_no_server_is_being_filled(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that is being filled may receive rows from before the load, and later pushes from after the load."""
@@ -254,7 +254,7 @@ def test_loading_begins_when_no_server_is_being_filled(
 
 
 @pytest.mark.parametrize("blind", [0, 1])
-def test_a_replica_without_the_files(
+def test_a_replica_without_the_files_is_reported(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch, blind: int
 ) -> None:
     folder, expected = snapshot
@@ -273,7 +273,7 @@ def test_a_replica_without_the_files(
         assert same(values(client), expected)
 
 
-def test_no_end_of_comings_and_goings(snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_changes_of_servers_fail(snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FillTransfers, "send_next", lambda self, target: None)
     with Cluster(servers=1, replicas=0) as cluster, ExitStack() as stack:
         client = cluster.connect()
@@ -295,4 +295,4 @@ def test_waiting_clients_can_be_interrupted(
             with pytest.raises(KeyboardInterrupt):
                 load_snapshot(client, read_newest(snapshot[0]), check=interrupt)
         finally:
-            loads.go_on()
+            loads.finish()

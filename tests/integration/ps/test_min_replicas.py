@@ -1,4 +1,4 @@
-"""A cluster with ``min_replicas`` acknowledges nothing that fewer replicas have."""
+"""A cluster with ``min_replicas`` acknowledges a push only if so many replicas have it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ONES = -np.ones((300, 1), np.float32)
 
 
 def kill_server(cluster: Cluster, client: Client) -> None:
-    """End a server, and wait until all living members and this client have received its death."""
+    """End a server, and wait until all living members and this client have received the view without it."""
     cluster.nodes[1].stop()
     wait_until(lambda: len(cluster_map(client).of_role(Role.SERVER)) == 1)
 
 
 def num_held(client: Client) -> int:
-    """Return how many requests wait at the servers."""
+    """Return the number of requests that wait at the servers."""
     return sum(server.held for server in client.statistics())
 
 
@@ -46,7 +46,7 @@ def test_a_push_waits_for_a_new_replica(consistency: Consistency) -> None:
         assert not waiting.is_alive()
         late.wait()
         assert is_whole(observer, 2, 1)
-        cluster.nodes[0].stop()  # the acknowledged pushes are on the other server
+        cluster.nodes[0].stop()  # the other server has the acknowledged pushes
         wait_until(lambda: len(cluster_map(observer).of_role(Role.SERVER)) == 1)
         assert (observer.sparse_table("w", update=SGD(lr=1.0)).pull(KEYS) == 2).all()
 
@@ -63,7 +63,7 @@ def test_a_push_without_a_replica_is_refused_at_the_deadline() -> None:
         assert num_held(observer) == 0
 
 
-def test_without_it_a_push_is_acknowledged_by_the_last_copy() -> None:
+def test_without_min_replicas_the_last_copy_acknowledges_a_push() -> None:
     with Cluster(servers=2, replicas=1) as cluster:
         client, observer = cluster.connect(timeout_s=5.0), cluster.connect(observer=True)
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -71,7 +71,7 @@ def test_without_it_a_push_is_acknowledged_by_the_last_copy() -> None:
         table.push(KEYS, ONES).wait()
 
 
-def test_under_sequential_the_next_iteration_waits_for_a_replica() -> None:
+def test_a_sequential_iteration_waits_for_a_replica() -> None:
     with Cluster(servers=2, replicas=1, min_replicas=1, consistency=Sequential()) as cluster, ExitStack() as stack:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         hasty = client.sparse_table("w", update=SGD(lr=1.0))

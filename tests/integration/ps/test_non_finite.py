@@ -1,4 +1,4 @@
-"""Infinities and NaN that finite gradients make, or that are written or loaded: refused, or counted."""
+"""Infinities and NaN from overflows, writes or loads are rejected or counted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Table:
 
 
 def assert_replicas_equal(cluster: Cluster) -> None:
-    """Compare the rows of all servers, to the bit."""
+    """Compare the rows of all servers bit by bit."""
 
     def rows(node: ServerNode) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
@@ -139,7 +139,7 @@ def test_an_overflowing_sum_is_refused_and_the_workers_are_reported(replicas: in
             assert_replicas_equal(cluster)
 
 
-def test_under_count_overflowing_pushes_are_applied_and_counted() -> None:
+def test_with_count_overflowing_pushes_are_applied_and_counted() -> None:
     with Cluster(servers=2, replicas=1, non_finite="count") as cluster:
         table = Table(cluster.connect(rank=0), "sparse")
         for _ in range(2):
@@ -172,7 +172,7 @@ def test_an_overflowing_compensated_gradient_is_refused() -> None:
         a.pull(keys_of(1))
         b.push(keys_of(1), 1e3)
         with pytest.raises(NonFiniteError, match="a push of worker 0 to server 0 holds -inf"):
-            a.push(keys_of(1), 1e19)  # its square times the change exceeds the largest float32
+            a.push(keys_of(1), 1e19)  # the gradient's square times the change exceeds the largest float32
         assert a.pull(keys_of(1)) == [-1e3]
 
 
@@ -182,7 +182,7 @@ def test_a_non_finite_row_does_not_affect_other_rows() -> None:
         node = cluster.nodes[0]
         table.push(keys_of(1), 1)
         part = node.server.tables.by_number[1].part
-        # as an earlier version permitted
+        # an earlier version permitted this record
         node.call(lambda: part.write_records(keys_of(1), floats(np.inf).reshape(1, 1)))
         table.push(keys_of(2), 1)
         with pytest.raises(NonFiniteError, match="makes nan in the row of 1 "):
@@ -203,7 +203,7 @@ def test_fills_are_applied_unchanged_and_counted() -> None:
 
 
 @pytest.mark.parametrize("policy", ["refuse", "count"])
-def test_a_non_finite_snapshot(tmp_path: Path, policy: str) -> None:
+def test_a_non_finite_snapshot_is_rejected_or_counted(tmp_path: Path, policy: str) -> None:
     with Cluster(non_finite="count") as cluster:
         client = cluster.connect(rank=0)
         Table(client, "sparse").write(keys_of(1, 2), floats(np.inf, 1))
@@ -221,7 +221,7 @@ def test_a_non_finite_snapshot(tmp_path: Path, policy: str) -> None:
             assert Table(client, "sparse").num_non_finite() == 1
 
 
-def test_initial_values_count() -> None:
+def test_non_finite_initial_values_are_rejected_or_counted() -> None:
     with Cluster() as cluster:
         client = cluster.connect(rank=0)
         table: Any = client.sparse_table("w", update=SGD(lr=1e30), initializer=Constant(value=1e30))

@@ -1,4 +1,4 @@
-"""A frame that the next server rejects: no acknowledgement without it, and no endless wait."""
+"""If the successor rejects a frame, the push is resent and acknowledged later, without an endless wait."""
 
 from __future__ import annotations
 

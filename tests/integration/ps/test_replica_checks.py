@@ -1,4 +1,4 @@
-"""Servers compare their buckets with the servers before them, and report differences."""
+"""Servers compare their buckets with their predecessors, and report differences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def work(client: Client, rule: UpdateRule, iterations: int) -> None:
 
 
 @pytest.mark.parametrize(("consistency", "rule"), CASES, ids=str)
-def test_replicas_are_equal_to_the_bit_while_pushes_are_under_way(consistency: Consistency, rule: UpdateRule) -> None:
+def test_replicas_are_equal_bit_by_bit_during_pushes(consistency: Consistency, rule: UpdateRule) -> None:
     with Cluster(servers=3, workers=2, replicas=2, consistency=consistency) as cluster:
         clients = cluster.connect_all()
         for client in clients:
@@ -125,7 +125,7 @@ def test_a_missing_push_is_reported() -> None:
 
 
 def test_a_bucket_sent_as_a_view_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the bytes for the new server change before they are sent, and contain a push twice."""
+    """Otherwise the bytes for the new server would change before they are sent, and contain a push twice."""
     read = DensePart.read_bucket
     with Cluster(servers=1, workers=1, replicas=1) as cluster, ExitStack() as stack:
         client = cluster.connect()

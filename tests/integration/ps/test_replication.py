@@ -1,4 +1,4 @@
-"""Servers that die, join and leave under the hands of workers: counts stay exact."""
+"""Servers die, join and leave while workers count. The counts stay exact."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONSISTENCIES = [Eventual(), pytest.param(BoundedDelay(tau=1), marks=pytest.mark
 
 
 def count(client: Client, kind: str, iterations: int = ITERATIONS, pause_s: float = 0.003) -> None:
-    """Add 1 to everything in every iteration, and read now and then."""
+    """Add 1 to all keys in every iteration, and read sometimes."""
     sparse = client.sparse_table("sparse", update=SGD(lr=1.0))
     dense = client.dense_table("dense", size=300, update=SGD(lr=1.0))
     for iteration in range(iterations):
@@ -36,7 +36,7 @@ def count(client: Client, kind: str, iterations: int = ITERATIONS, pause_s: floa
         if iteration % 5 == 0:
             sparse.pull(KEYS[iteration:])
             dense.pull()
-        time.sleep(pause_s)  # so that a server can be killed in the middle
+        time.sleep(pause_s)  # so that a server can be killed between iterations
     client.flush()
 
 
@@ -75,8 +75,8 @@ def test_a_server_dies_and_nothing_is_lost(consistency: Consistency, kind: str) 
 
 
 @pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
-def test_one_after_the_other_is_replaced(consistency: Consistency) -> None:
-    """None of the first servers is left at the end: values, filters and clocks have moved with the buckets."""
+def test_all_servers_are_replaced_one_after_the_other(consistency: Consistency) -> None:
+    """At the end no initial server is left: values, filters and clocks have moved with the buckets."""
     with Cluster(servers=2, workers=2, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
         clients, observer = cluster.connect_all(), cluster.connect(observer=True)
 
@@ -92,7 +92,7 @@ def test_one_after_the_other_is_replaced(consistency: Consistency) -> None:
         def work(client: Client) -> None:
             while not done.is_set():
                 count(client, "sparse", 5, 0.04)
-            client.retire()  # the other worker waits for no worker
+            client.retire()  # the other worker does not wait
 
         threads = [threading.Thread(target=work, args=(client,)) for client in clients]
         for thread in threads:
@@ -122,7 +122,7 @@ def test_a_join_moves_the_fewest_buckets() -> None:
 
 
 def test_a_new_table_is_created_on_all_servers_of_the_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a joining server lacks a table declared meanwhile, and never acknowledges its pushes."""
+    """Otherwise a joining server would lack a table that is declared meanwhile, and never acknowledge its pushes."""
     with Cluster(servers=3, workers=1, replicas=2) as cluster:
         client = cluster.connect()
         first, second, third = (node.server.replicator for node in cluster.nodes)
@@ -138,8 +138,8 @@ def test_a_new_table_is_created_on_all_servers_of_the_chains(monkeypatch: pytest
 
 
 def work_together(client: Client, stop_at: list[int]) -> list[Floats]:
-    """Push the same in every run, in two parts per iteration, until iteration `stop_at`; return all that was read."""
-    rule = Adagrad(lr=0.1)  # its result depends on the order of summation
+    """Push equal values in every run, in two parts per iteration, until iteration `stop_at`; return the read values."""
+    rule = Adagrad(lr=0.1)  # the result of this rule depends on the order of summation
     sparse, dense = (
         client.sparse_table("sparse", dim=2, update=rule),
         client.dense_table("dense", size=700, update=rule),
@@ -156,7 +156,7 @@ def work_together(client: Client, stop_at: list[int]) -> list[Floats]:
 
 
 def drain(cluster: Cluster, node: ServerNode, client: Client) -> None:
-    """Make a server move its buckets to the other servers, and end."""
+    """Let a server move its buckets to the other servers and end."""
     node.link.notify(messages.Drain())
     rank = node.server.rank
     cluster.nodes.remove(node)
@@ -215,7 +215,7 @@ def test_a_join_waits_for_an_iteration_and_not_for_pushes_of_a_retired_worker() 
         goes.flush()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         time.sleep(0.5)
-        # it has the rows, but the scheduler is not notified
+        # the new server has the rows, but the scheduler is not notified
         wait_until(lambda: bool(cluster.nodes[0].server.core.progress._reports))
         assert not is_whole(observer, 2, 0)
         goes.retire()
@@ -224,7 +224,7 @@ def test_a_join_waits_for_an_iteration_and_not_for_pushes_of_a_retired_worker() 
 
 
 def test_a_waiting_read_is_refused_when_the_buckets_move() -> None:
-    """Otherwise the dropped bucket would answer the read with an unsafe sum."""
+    """Otherwise the read would be answered with a sum that is not yet durable."""
     with Cluster(servers=2, workers=1, consistency=Sequential()) as cluster:
         client = cluster.connect()
         first = cluster_map(client)
@@ -239,7 +239,7 @@ def test_a_waiting_read_is_refused_when_the_buckets_move() -> None:
 
         table = client.sparse_table("sparse", update=SGD(lr=1.0))
         keys = np.array([key for key in KEYS if buckets_of_keys(np.array([key])) & one.buckets])
-        client.follower.take(change(2, *one.members, *other.members))  # the other client does not receive it
+        client.follower.take(change(2, *one.members, *other.members))  # the other client does not receive this view
         table.push(keys, -np.ones((len(keys), 1), np.float32), tick=True)
         read = table.pull_async(keys)
         wait_until(lambda: bool(node.call(lambda: len(node.server.core.reads))))
@@ -262,7 +262,7 @@ def test_without_replicas_the_lost_buckets_are_named() -> None:
             values(client, "sparse")
 
 
-def test_members_allowed_to_join() -> None:
+def test_only_permitted_members_join() -> None:
     with (
         Cluster(servers=1, workers=1) as cluster,
         ExitStack() as stack,

@@ -74,7 +74,7 @@ def same(one: list[Floats], other: list[Floats]) -> bool:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-def test_training_goes_on_as_if_never_saved(rule: UpdateRule, tmp_path: Path) -> None:
+def test_training_from_a_saved_model_equals_uninterrupted_training(rule: UpdateRule, tmp_path: Path) -> None:
     with Cluster(servers=3) as cluster:
         client = cluster.connect()
         train(client, rule, range(5))
@@ -178,7 +178,7 @@ def one_table(client: Client, value: float) -> SparseTable:
 
 
 def loaded(folder: Path) -> set[float]:
-    """Return the values in the model, after all of its files have been checked."""
+    """Check all files of a model; return its values."""
     model = read_model(folder)
     return {float(value) for _, records in model.records(model.table("w")) for value in records[:, 0]}
 
@@ -187,7 +187,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_save_replaces_the_model_before(tmp_path: Path) -> None:
+def test_a_save_replaces_the_previous_model(tmp_path: Path) -> None:
     (tmp_path / "table0-00000.0123abcd.safetensors").write_bytes(b"of a save that was killed")
     (tmp_path / ".manifest.json.0123abcd").write_bytes(b"too")
     with Cluster() as cluster:
@@ -221,7 +221,7 @@ _SELDOM = (("over a model", "read-only"), ("new", "no space"), ("new", "Ctrl-C")
 
 
 def fails_at(step: int, calls: Iterator[int], function: Any, failure: BaseException) -> Any:
-    """Return an `os.write` or `os.replace` that fails at one of their common calls."""
+    """Return an `os.write` or `os.replace` that fails at the call with number `step`, counted over both."""
 
     def attempt(target: Any, data: Any) -> Any:
         is_write = function.__name__ == "write"
@@ -404,12 +404,12 @@ def test_two_saves_into_one_directory(tmp_path: Path) -> None:
         assert loaded(tmp_path / "model") == {1.0}
         client.save(tmp_path / "model")
         assert loaded(tmp_path / "model") == {2.0}
-        assert len(files(tmp_path / "model")) == 2  # the lock is not left there
+        assert len(files(tmp_path / "model")) == 2  # the lock is removed
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
 def test_directories_without_support_for_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """A file system that cannot tell whether a rename is on the disk has the model nevertheless."""
+    """The save succeeds on a file system that cannot sync directories."""
     fail_syncs(monkeypatch, number)
     with Cluster() as cluster:
         client = cluster.connect()
@@ -462,7 +462,7 @@ def test_new_directories_are_synced_into_the_parents(tmp_path: Path, monkeypatch
     assert durable_io.make_directory(tmp_path / "a" / "b") == []
 
 
-def test_no_model(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_reported(tmp_path: Path) -> None:
     refused(tmp_path, "holds no model: .*manifest.json")
     refused(tmp_path / "nowhere", "does not exist")
     (tmp_path / "file").write_text("x")

@@ -1,4 +1,4 @@
-"""Connections to the scheduler that break, while all processes live: nothing has happened."""
+"""Broken connections to the scheduler have no effect while all processes live."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .harness import PATIENCE_S, Cluster, in_threads, wait_until
 
 
 def cut_all(cluster: Cluster) -> int:
-    """Break every connection of the scheduler; return how many there were."""
+    """Break every connection of the scheduler; return their number."""
 
     def cut() -> int:
         peers: list[Any] = list(cluster.scheduler.core.sessions.connected)
@@ -39,7 +39,7 @@ def links_of(cluster: Cluster, *other_links: SchedulerLink) -> list[SchedulerLin
 
 
 @pytest.mark.parametrize("replicas", [0, 1, 2])
-def test_all_connections_break_and_nothing_has_happened(replicas: int) -> None:
+def test_a_cut_of_all_connections_has_no_effect(replicas: int) -> None:
     with Cluster(servers=3, workers=2, replicas=replicas, consistency=Sequential()) as cluster:
         clients = cluster.connect_all()
         tables = [client.sparse_table("w", update=SGD(lr=1.0)) for client in clients]
@@ -69,7 +69,7 @@ def test_a_connection_broken_before_the_first_member_is_opened_again(cluster: Cl
         cut_all(cluster)
         registering = messages.Register(node="newcomer", role=Role.OBSERVER)
         assert link.register(registering).incarnation > 0
-        assert link.reconnections == 0  # it was no member
+        assert link.reconnections == 0  # the process was no member
     finally:
         link.close()
 
@@ -90,7 +90,7 @@ def test_a_former_member_reports_an_unreachable_scheduler(timeout_s: float, reco
 
 
 def test_a_rejected_member_does_not_retry_forever(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler is also cut without a pause."""
+    """The connection of the scheduler also breaks repeatedly."""
     connected: list[Any] = []
 
     def hang_up(peer: Any, *frame: Any) -> None:
@@ -116,7 +116,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_every_shard_is_done_once_after_any_number_of_cuts(cluster: Cluster) -> None:
-    """Calls and messages without a reply: none is lost, and none is handled twice."""
+    """No call and no message is lost or handled twice."""
     poster, workers = cluster.link(role="observer"), [cluster.link(rank=rank) for rank in range(3)]
     job = messages.PostJob(spec=JobSpec(description=b"work", files=(40, None), epochs=2, assignment="first-come"))
     number = int(poster.call(job, int))
@@ -169,7 +169,7 @@ def test_requests_before_the_cut_are_answered_after_it(cluster: Cluster) -> None
 
 
 def test_the_scheduler_waits_for_a_server_with_a_long_cut() -> None:
-    """It has the only copy of its rows. If it were declared dead, they would be lost without any benefit."""
+    """The server has the only copy of its rows. Its declaration of death would lose the rows without any benefit."""
     with Cluster(servers=3, workers=1, heartbeat_timeout_s=1.5) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -191,7 +191,7 @@ def test_the_scheduler_waits_for_a_server_with_a_long_cut() -> None:
 
 
 def test_leave_arrives_while_the_scheduler_sends() -> None:
-    """Otherwise it reads no messages after a failed write, and the others wait for the departed worker."""
+    """Otherwise the scheduler would not read messages after a failed write, and others would wait for the worker."""
     with Cluster(servers=1, workers=1) as cluster:
         link = cluster.link()
         incarnation = link.state.welcome.incarnation if link.state.welcome else 0
@@ -220,7 +220,7 @@ class _NoWay:
         raise ConnectionError
 
 
-def test_the_process_of_a_member_ends_and_it_is_known_at_once() -> None:
+def test_the_end_of_a_member_s_process_is_reported_immediately() -> None:
     with Cluster(servers=1, workers=2, consistency=Sequential(), heartbeat_timeout_s=60.0) as cluster:
         lives, ends = cluster.connect_all()
         table = lives.sparse_table("w", update=SGD(lr=1.0))

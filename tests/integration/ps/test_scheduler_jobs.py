@@ -1,4 +1,4 @@
-"""Jobs as the scheduler hands them out: leases, losses, ends, reports."""
+"""Jobs of the scheduler: leases, lost workers, ends and reports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def state(poster: SchedulerLink, job: int) -> JobState:
 
 
 def wait_for_work(worker: SchedulerLink, after: int) -> None:
-    """Ask for the next job, as a worker that is through does, and do not wait for it."""
+    """Request the next job like a finished worker, without waiting for it."""
     worker.start(messages.GetJob(after=after), Job)
     worker.call(messages.GetView())  # the reply proves that the scheduler has received the earlier messages
 
@@ -68,7 +68,7 @@ def test_a_job_from_end_to_end(cluster: Cluster, poster: SchedulerLink) -> None:
         assert state(poster, number).done == step + 1
     assert sorted(seen) == [(e, f, s) for e in range(2) for f, n in enumerate((3, 2)) for s in range(n)]
     assert [take(worker, number).lease for worker in workers] == [ALL_DONE, ALL_DONE]
-    assert not state(poster, number).finished  # they may still have messages to send
+    assert not state(poster, number).finished  # workers may still have messages to send
     for worker in workers:
         wait_for_work(worker, number)
     ended = state(poster, number)
@@ -79,7 +79,7 @@ def test_a_job_from_end_to_end(cluster: Cluster, poster: SchedulerLink) -> None:
     assert ended.seconds == state(poster, number).seconds > 0
 
 
-def test_a_lost_workers_leases_are_given_again(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_shards_of_a_lost_worker_are_leased_again(cluster: Cluster, poster: SchedulerLink) -> None:
     lives, dies = cluster.link(rank=0), cluster.link(rank=1)
     number = post(poster, 2)
     held, lost = take(lives, number), take(dies, number)
@@ -132,7 +132,7 @@ def test_the_last_worker_dies_before_it_is_notified_of_the_end(cluster: Cluster,
     wait_until(lambda: state(poster, number).finished)
 
 
-def test_a_job_is_not_over_while_work_is_left(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_a_job_continues_while_shards_are_left(cluster: Cluster, poster: SchedulerLink) -> None:
     worker = cluster.link()
     number = post(poster, 2)
     done(worker, number, take(worker, number))
@@ -148,7 +148,7 @@ def test_a_job_is_not_over_while_work_is_left(cluster: Cluster, poster: Schedule
     assert state(poster, number).done == 2
 
 
-def test_strided_work_goes_by_rank(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_strided_shards_are_leased_by_rank(cluster: Cluster, poster: SchedulerLink) -> None:
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     number = post(poster, 4, assignment="strided")
     pending = second.start(messages.TakeLease(job=number, wait=False), Lease)
@@ -156,7 +156,7 @@ def test_strided_work_goes_by_rank(cluster: Cluster, poster: SchedulerLink) -> N
     assert [pending().shard, take(second, number).shard] == [1, 3]
 
 
-def test_files_of_unknown_length(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_shards_of_files_of_unknown_length(cluster: Cluster, poster: SchedulerLink) -> None:
     worker = cluster.link()
     number = post(poster, None, 1)
     assert state(poster, number).total is None
@@ -172,7 +172,7 @@ def test_files_of_unknown_length(cluster: Cluster, poster: SchedulerLink) -> Non
     with pytest.raises(PeerError, match="reports lease"):
         done(cluster.link(), number, last)
     done(worker, number, last)
-    done(worker, number, second)  # past the end: it counts nowhere
+    done(worker, number, second)  # this shard is past the end, so it is not counted
     assert state(poster, number).done == 2
     assert take(worker, number).lease == ALL_DONE
 
@@ -194,7 +194,7 @@ def test_reports_arrive_with_bodies(cluster: Cluster, poster: SchedulerLink) -> 
     assert len(body) == 0
 
 
-def test_an_impossible_job(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_an_impossible_job_is_rejected(cluster: Cluster, poster: SchedulerLink) -> None:
     worker = cluster.link()
     number = post(poster, 5)
     take(worker, number)
@@ -218,11 +218,11 @@ def test_heartbeats_carry_progress(cluster: Cluster, poster: SchedulerLink) -> N
     assert state(poster, number).progress == {"examples": 16.0}
     cluster.lose(workers[0])
     wait_until(lambda: state(poster, number).num_workers == 1)
-    # The shards that the dead worker finished count. Its unfinished shards count when they are done again.
+    # Finished shards of the dead worker are counted. Its unfinished shards are counted when another worker ends them.
     assert state(poster, number).progress == {"examples": 15.0}
 
 
-def test_another_job_ends_the_one_before(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_another_job_ends_the_previous_job(cluster: Cluster, poster: SchedulerLink) -> None:
     works, waits, rests = (cluster.link() for _ in range(3))
     first = post(poster, 1)
     lease = take(works, first)
@@ -234,7 +234,7 @@ def test_another_job_ends_the_one_before(cluster: Cluster, poster: SchedulerLink
     assert second == first + 1
     assert waiting().lease == ALL_DONE
     assert resting().number == second
-    # A worker that is still at the old job gets its end, without any harm.
+    # A worker of the old job is notified of its end.
     done(works, first, lease)
     works.call(messages.Report(job=first, fields={}))
     works.call(messages.FileEnded(job=first, file=0, num_shards=9))
@@ -266,11 +266,11 @@ def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None
     assert len(cluster.scheduler.core.cluster.membership.members) == 4
 
 
-def test_a_strided_job_begins_when_all_workers_have_requested_it(cluster: Cluster, poster: SchedulerLink) -> None:
+def test_a_strided_job_starts_when_all_workers_have_requested_it(cluster: Cluster, poster: SchedulerLink) -> None:
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     job = post(poster, 4, assignment="strided")
     pending = first.start(messages.TakeLease(job=job, wait=False), Lease)
-    assert state(poster, job).seconds == 0.0  # no worker has begun
+    assert state(poster, job).seconds == 0.0  # no worker has a lease yet
     assert take(second, job).shard == 1
     assert pending().shard == 0
 
@@ -284,7 +284,7 @@ def test_a_strided_job_does_not_wait_for_a_dead_worker(cluster: Cluster, poster:
 
 
 def test_a_strided_job_distributes_the_share_of_an_absent_worker(cluster: Cluster, poster: SchedulerLink) -> None:
-    only = cluster.link(rank=1)  # one of two expected workers
+    only = cluster.link(rank=1)  # only one of two expected workers joins
     job = post(poster, 3, assignment="strided")
     shards = []
     for _ in range(3):

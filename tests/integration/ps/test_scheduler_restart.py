@@ -1,4 +1,4 @@
-"""A scheduler dies and another one takes its place. Members, leases, tables and results survive."""
+"""A scheduler dies and another scheduler replaces it. Members, leases, tables and results are recovered."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from paceline.transport import Channel, Hello, Listener, SocketTransport
 from .harness import PATIENCE_S, TOKEN, Cluster, break_off, floats, in_threads, wait_until
 
 
-class Doors(SocketTransport):
-    """TCP only, so that the address can be used again. A process without access reaches no member."""
+class GuardedTransport(SocketTransport):
+    """A transport over TCP only, so an address can be reused. A process that is shut out reaches no member."""
 
     def __init__(self) -> None:
         super().__init__(TOKEN)
@@ -44,7 +44,7 @@ class Restartable(Cluster):
     """A cluster whose scheduler can be killed and replaced."""
 
     def __init__(self, **options: Any) -> None:
-        self.doors = Doors()
+        self.doors = GuardedTransport()
         self.links: list[SchedulerLink] = []
         self.ended: list[SchedulerLink] = []
         self._later = ExitStack()
@@ -54,7 +54,7 @@ class Restartable(Cluster):
             self.links.append(node.link)
 
     def member(self, rank: int | None = None, *, role: str = "worker", **options: Any) -> SchedulerLink:
-        """A member's line to the scheduler, without servers."""
+        """Return a member's link to the scheduler, without connections to servers."""
         node = make_node_name(role)
         hello = Hello(role=role, name=node)
         link = SchedulerLink(self.doors, self.scheduler_address, hello, timeout_s=PATIENCE_S, **options)
@@ -73,11 +73,11 @@ class Restartable(Cluster):
         """Simulate the death of the scheduler: it sends no further data."""
         scheduler = self.scheduler
 
-        def fall_silent() -> None:
+        def send_nothing() -> None:
             scheduler._execute = lambda *arguments: None  # type: ignore[method-assign]
             scheduler.close()
 
-        self.served.call(fall_silent)
+        self.served.call(send_nothing)
         self.stop_scheduler()
         wait_until(lambda: not any(link.calls.is_connected for link in self.links if not link.is_closing))
 
@@ -101,7 +101,7 @@ class Restartable(Cluster):
         return self.scheduler
 
     def wait_back(self, *links: SchedulerLink, times: int = 1) -> None:
-        """Wait until these are members again."""
+        """Wait until these processes are members again."""
         wait_until(lambda: all(link.reconnections == times for link in links or self.links))
 
     def __enter__(self) -> Restartable:
@@ -177,7 +177,7 @@ def test_members_leases_and_counters_survive(cluster: Restartable, poster: Sched
     third = take(workers[0], job)
     assert state(poster, job).done == 1
     cluster.kill_scheduler()
-    finish(workers[0], job, third, 20)  # without a scheduler
+    finish(workers[0], job, third, 20)  # while no scheduler runs
     cluster.replace()
     cluster.wait_back()
     after = poster.get_view()
@@ -205,7 +205,7 @@ def test_members_leases_and_counters_survive(cluster: Restartable, poster: Sched
     assert post(poster, 1) > job
 
 
-def test_it_may_happen_again_and_again(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_several_schedulers_in_a_row_are_replaced(cluster: Restartable, poster: SchedulerLink) -> None:
     workers = [cluster.member(rank) for rank in range(2)]
     job = post(poster, 8)
     for worker in workers:
@@ -242,7 +242,7 @@ def test_pending_requests_are_sent_again(cluster: Restartable, poster: Scheduler
     assert waiting().lease == ALL_DONE
     number = post(poster, 1)
     assert number > job
-    next_of = [worker.start(messages.GetJob(after=job), Job) for worker in (works, waits)]  # it begins with all leases
+    next_of = [worker.start(messages.GetJob(after=job), Job) for worker in (works, waits)]  # with all leases
     assert [call().number for call in (idle, *next_of)] == [number] * 3
 
 
@@ -251,7 +251,7 @@ def test_an_undelivered_lease_is_granted_again(cluster: Restartable, poster: Sch
     job = post(poster, 1)
     begin(worker)
     take(worker, job)
-    worker.calls._end.ledger._leases.clear()  # as if the answer had been on its way when the scheduler died
+    worker.calls._end.ledger._leases.clear()  # as if the scheduler had died while its answer was in flight
     cluster.kill_scheduler()
     cluster.replace()
     cluster.wait_back()
@@ -259,7 +259,7 @@ def test_an_undelivered_lease_is_granted_again(cluster: Restartable, poster: Sch
     assert take(worker, job).lease == NONE_FREE
 
 
-def test_a_missing_member_is_dead(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_a_missing_member_is_declared_dead(cluster: Restartable, poster: SchedulerLink) -> None:
     lives, dies = cluster.member(0), cluster.member(1)
     job = post(poster, 3)
     for worker in (lives, dies):
@@ -281,7 +281,7 @@ def test_a_missing_member_is_dead(cluster: Restartable, poster: SchedulerLink) -
     finish(lives, job, again, 8)
     found = state(poster, job)
     assert (found.done, found.lost_workers, found.num_workers) == (3, 1, 1)
-    assert found.progress == {"examples": 15.0}  # the finished shards of the dead worker count
+    assert found.progress == {"examples": 15.0}  # finished shards of the dead worker are counted
 
 
 def test_reports_are_neither_lost_nor_repeated(cluster: Restartable, poster: SchedulerLink) -> None:
@@ -322,7 +322,7 @@ def test_reports_are_neither_lost_nor_repeated(cluster: Restartable, poster: Sch
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_shard_with_a_lost_report_is_read_again(cluster: Restartable, poster: SchedulerLink, taken: bool) -> None:
-    """Its worker dies, and then the scheduler dies with the report, unless the poster has it."""
+    """The worker dies, and then the scheduler. The report is lost unless the poster has received it."""
     lives, dies = cluster.member(0), cluster.member(1)
     job = post(poster, 1)
     for worker in (lives, dies):
@@ -342,7 +342,7 @@ def test_a_shard_with_a_lost_report_is_read_again(cluster: Restartable, poster: 
     assert (take(lives, job).lease == ALL_DONE) is taken
 
 
-def test_a_failure_is_remembered(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_a_failure_is_recovered(cluster: Restartable, poster: SchedulerLink) -> None:
     worker = cluster.member()
     job = post(poster, 3)
     begin(worker)
@@ -354,7 +354,7 @@ def test_a_failure_is_remembered(cluster: Restartable, poster: SchedulerLink) ->
     assert take(worker, job).lease == ALL_DONE
 
 
-def test_ends_of_files_are_remembered(cluster: Restartable, poster: SchedulerLink) -> None:
+def test_ends_of_files_are_recovered(cluster: Restartable, poster: SchedulerLink) -> None:
     worker = cluster.member()
     job = post(poster, None, 1)
     begin(worker)
@@ -420,7 +420,7 @@ def test_a_worker_is_expelled_if_it_returns_too_late() -> None:
 
 
 def test_a_late_server_is_readmitted_with_the_rows() -> None:
-    """It has the only copy of its buckets: the cluster would gain nothing without it."""
+    """The late server has the only copy of its buckets, so its exclusion would have no benefit."""
     notes: list[str] = []
     with Restartable(servers=2, workers=1) as cluster:
         client = cluster.connect()
@@ -432,7 +432,7 @@ def test_a_late_server_is_readmitted_with_the_rows() -> None:
         cluster.kill_scheduler()
         cluster.replace(heartbeat_timeout_s=1.0, on_note=notes.append)
         wait_until(lambda: bool(notes))
-        # Half of the servers could be a part of the network that is cut off: it takes over when the other is back.
+        # Half of the servers may be in a part of the network that is cut off. The takeover needs the other server.
         assert notes[0].startswith(f"waits for server 1 ({late.hello.name}): too few servers that hold buckets")
         assert table.pull(np.arange(100)).tolist() == [[-1.0]] * 100
         cluster.doors.shut_out.clear()
@@ -452,7 +452,7 @@ def test_a_server_of_the_previous_view_is_expected_by_name() -> None:
         voters = tuple(member.incarnation for member in known.of_role(Role.SERVER))
         changes = {"epoch": known.epoch + 1, "version": known.version + 1, "former_voters": voters}
         view = msgspec.structs.replace(known, members=members, groups=groups, **changes)
-        assert first.state.views.prepare(view)  # the scheduler dies before it is committed
+        assert first.state.views.prepare(view)  # the scheduler dies before the commit
         cluster.doors.shut_out.add(other.hello.name)
         cluster.kill_scheduler()
         cluster.replace(replicas=1, heartbeat_timeout_s=1.0, on_note=notes.append)
@@ -462,7 +462,7 @@ def test_a_server_of_the_previous_view_is_expected_by_name() -> None:
         wait_until(lambda: cluster.scheduler.core.cluster.is_established)
 
 
-def test_newcomers_wait_until_the_members_are_back(cluster: Restartable) -> None:
+def test_newcomers_wait_until_the_members_have_returned(cluster: Restartable) -> None:
     member = cluster.member(0)
     cluster.doors.shut_out.add(member.hello.name)
     cluster.kill_scheduler()
@@ -508,7 +508,7 @@ def test_a_member_stays_if_another_cluster_uses_the_address(cluster: Restartable
 
 @pytest.mark.parametrize("first", ["survivor", "newcomer"])
 def test_survivors_are_readmitted_in_any_order(first: str) -> None:
-    """The scheduler is started again by hand, as at first, and has no list of members."""
+    """The scheduler is restarted with its first command, so it has no list of members."""
     with Restartable(servers=1, workers=1) as cluster:
         client = cluster.connect()
         cluster.links.append(client.link)
@@ -525,12 +525,12 @@ def test_survivors_are_readmitted_in_any_order(first: str) -> None:
                 wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core.cluster.newcomers.nodes)) > 0)
             cluster.doors.shut_out.clear()
 
-        def come() -> None:
+        def rejoin() -> None:
             if first == "survivor":
                 wait_until(lambda: cluster.scheduler.core.cluster.phase is not Phase.FORMING)
             newcomers.append(cluster.member())
 
-        in_threads(come, let_in)
+        in_threads(rejoin, let_in)
         cluster.wait_back(cluster.nodes[0].link, client.link)
         assert table.pull([1]).tolist() == [[-1.0]]
         ranks = [worker.rank for worker in newcomers[0].call(messages.GetView(), messages.View).of_role(Role.WORKER)]
@@ -574,7 +574,7 @@ def test_a_link_closes_without_waiting_for_a_dead_scheduler(cluster: Restartable
     assert not member.thread.is_alive()
 
 
-def test_training_goes_on_and_tables_are_remembered() -> None:
+def test_training_continues_and_tables_are_recovered() -> None:
     with Restartable(servers=2, workers=1, consistency=Eventual()) as cluster:
         client = cluster.connect()
         cluster.links.append(client.link)
@@ -582,18 +582,18 @@ def test_training_goes_on_and_tables_are_remembered() -> None:
         table.push([1], floats(1.0))
         table.set_update(SGD(lr=0.5))
         cluster.kill_scheduler()
-        table.push([1], floats(1.0))  # no scheduler is needed for that
+        table.push([1], floats(1.0))  # pushes need no scheduler
         assert table.pull([1]).tolist() == [[-1.5]]
         cluster.replace()
         cluster.wait_back()
         assert [spec.update["lr"] for spec in client.tables()] == [0.5]
-        assert client.sparse_table("w", update=SGD(lr=1.0)) is table  # as first declared
+        assert client.sparse_table("w", update=SGD(lr=1.0)) is table  # the first declaration
         assert client.sparse_table("v", update=SGD(lr=1.0)).number == table.number + 1
         table.push([1], floats(1.0))
         assert table.pull([1]).tolist() == [[-2.0]]
 
 
-def test_without_servers_nothing_is_left_to_take_over() -> None:
+def test_without_servers_a_new_cluster_starts() -> None:
     with Restartable(servers=1, workers=1) as cluster:
         member = cluster.member()
         cluster.end(cluster.nodes[0].link)

@@ -1,4 +1,4 @@
-"""Snapshots of a cluster in this process: contents, and parts that are not written again."""
+"""Snapshots of a cluster in this process: their contents, and parts that later snapshots reuse."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def restored(directory: Path, servers: int) -> tuple[list[Floats], list[int]]:
         return values(client), [len(table) for table in declare(client)[:2]]
 
 
-def test_a_snapshot_goes_into_a_cluster_of_any_size(tmp_path: Path) -> None:
+def test_a_snapshot_can_be_loaded_into_a_cluster_of_any_size(tmp_path: Path) -> None:
     with Cluster(servers=3) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(4))
@@ -119,7 +119,7 @@ def test_unchanged_parts_are_not_written_again(tmp_path: Path, monkeypatch: pyte
                 found, _ = restored(tmp_path, 1 + step % 2)
                 assert same(found, expected)
             train(client, range(step, step + 1), keys=5)
-            # A snapshot's files are all there, and none that no snapshot needs.
+            # The directory has exactly the files that snapshots need.
             manifests = [
                 number for number in numbers_in(tmp_path) if (tmp_path / folder_name(number) / "manifest.json").exists()
             ]
@@ -127,11 +127,11 @@ def test_unchanged_parts_are_not_written_again(tmp_path: Path, monkeypatch: pyte
             assert manifests[-1] == manifest.number
         assert all(size < sizes[0] / 2 for size in sizes[1 : snapshots.FULL_EVERY])
         assert sizes[snapshots.FULL_EVERY] >= sizes[0]
-        assert numbers_in(tmp_path) == [11, 12]  # no snapshot refers to the files of the first ten
+        assert numbers_in(tmp_path) == [11, 12]  # no remaining snapshot refers to the files of the first ten
 
 
-def test_pushes_go_on_while_a_snapshot_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 1)  # a part for each bucket: it takes long
+def test_pushes_continue_during_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", 1)  # a part for each bucket makes the snapshot slow
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         table = client.sparse_table("count", update=SGD(lr=1.0))
@@ -153,7 +153,7 @@ def test_pushes_go_on_while_a_snapshot_is_taken(tmp_path: Path, monkeypatch: pyt
         assert set(client.sparse_table("count", update=SGD(lr=1.0)).pull(KEYS).reshape(-1)) == {float(pushes)}
 
 
-def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequential_snapshot_is_between_two_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row contains the number of its iterations. In a snapshot all rows on all servers have the same number."""
     monkeypatch.setattr(parts, "PART_BYTES", 4_000)
     with Cluster(servers=2, workers=2, consistency=Sequential()) as cluster:
@@ -171,9 +171,9 @@ def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: p
                 late.push(keys_of(10**6 + iteration), np.full(1, -1, np.float32))
                 dense.push(np.full(SIZE, -1, np.float32), tick=True)
                 sparse.pull(KEYS[:10])
-                time.sleep(0.05)  # or the servers, which are threads of this process, would take long to write
+                time.sleep(0.05)  # otherwise the servers, which are threads of this process, would write slowly
                 iteration += 1
-                if not going[0]:  # the gate makes every worker end with the same iteration
+                if not going[0]:  # the gate makes every worker end at the same iteration
                     client.retire()
                     break
             return iteration
@@ -269,7 +269,7 @@ def test_replicas_have_the_loaded_rows(tmp_path: Path) -> None:
         cluster.nodes[1].stop()
         assert same(values(client), expected)
         try:
-            finish(coordinator)  # unless it was through before
+            finish(coordinator)  # unless the snapshot was complete before
         except (SnapshotWriteError, PeerError):
             coordinator.give_up()
         assert take(coordinator).tables[2].rows == SIZE
@@ -340,7 +340,7 @@ def test_a_hanging_file_system_delays_no_requests(tmp_path: Path, monkeypatch: p
         in_threads(lambda: load_snapshot(client, newest), lambda: serves_concurrently(other))
 
 
-def test_two_directories_are_two_histories(tmp_path: Path) -> None:
+def test_each_directory_has_its_own_history(tmp_path: Path) -> None:
     """A bucket that has not changed since snapshot 1 in one directory may have changed since snapshot 1 in another."""
     first, second = tmp_path / "first", tmp_path / "second"
     with Cluster() as cluster:
@@ -352,7 +352,7 @@ def test_two_directories_are_two_histories(tmp_path: Path) -> None:
         take(coordinators[1])
         take(coordinators[0])
         expected = values(client)
-        for coordinator in coordinators:  # a server takes one snapshot at a time: the later one
+        for coordinator in coordinators:  # a server takes only the later of two snapshots
             coordinator.begin()
         with pytest.raises(SnapshotWriteError, match=r"snapshot 2 in .*second"):
             finish(coordinators[0])
@@ -373,7 +373,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def full(directory: Path, file: str, *arguments: object) -> object:
         if "/s0-" in file:
-            time.sleep(0.1)  # the other snapshot has failed by now, and its files are removed
+            time.sleep(0.1)  # the other snapshot has failed, and its files are removed
         tries.append(file)
         (directory / file).write_bytes(b"some of it")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -437,8 +437,8 @@ def test_an_impossible_directory(tmp_path: Path) -> None:
         assert not coordinator.is_taking
 
 
-def test_given_up(tmp_path: Path) -> None:
-    """If the boundary is never reached, no files stay."""
+def test_an_abandoned_snapshot_leaves_no_files(tmp_path: Path) -> None:
+    """If the workers never reach the iteration of the snapshot, no files remain."""
     with Cluster(consistency=Sequential()) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(1))
@@ -455,7 +455,7 @@ def test_given_up(tmp_path: Path) -> None:
 
 
 def test_last_passes_of_rows_are_kept_and_sent_to_new_servers(tmp_path: Path) -> None:
-    """Otherwise every row counts as seen after a resumption, and rows stay that the undisturbed training drops."""
+    """Otherwise every row would count as seen after a resumption, and would be dropped too late."""
 
     def mark(client: Client) -> SparseTable:
         table = declare(client)[0]

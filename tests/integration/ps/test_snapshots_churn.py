@@ -75,7 +75,7 @@ class Counting:
 @pytest.mark.timeout(240)
 @pytest.mark.thorough
 @pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=["eventual", "sequential"])
-def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_complete(consistency: Consistency, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_snapshots, "PAUSE", 10.0)  # so that servers join and leave during a snapshot
     monkeypatch.setattr(parts, "PART_BYTES", 20_000)
     with Cluster(servers=3, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
@@ -121,5 +121,5 @@ def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypa
                 else:
                     assert values == {float(manifest.iteration)}
         coordinator.close()
-    assert num_rounds > 0  # the changes happened in between
+    assert num_rounds > 0  # servers changed between the snapshots
     assert not failures

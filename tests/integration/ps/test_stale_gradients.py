@@ -1,4 +1,4 @@
-"""Staleness in scripted interleavings, and the effect of each policy."""
+"""Staleness of gradients in fixed orders of calls, and the effect of each policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .harness import TOKEN, Cluster, Floats, floats, keys_of, random_keys, stati
 
 
 def histogram(client: Client, table: str = "w", server: int = 0) -> dict[int, int]:
-    """Return staleness → how many gradients."""
+    """Return the number of gradients by staleness."""
     counts = statistics_of(client, table)[server].staleness
     return {staleness: count for staleness, count in enumerate(counts) if count}
 
@@ -29,22 +29,22 @@ def test_staleness_counts_updates_between_pull_and_push() -> None:
         clients = cluster.connect_all()
         a, b = (sparse(client) for client in clients)
         one, key = floats(1), keys_of(1)
-        a.push(key, one).wait()  # without a pull: 0
+        a.push(key, one).wait()  # no pull: staleness 0
         assert histogram(clients[0]) == {0: 1}
         a.pull(key)
         b.pull(key)
         a.push(key, one, tick=True).wait()  # 0
-        b.push(key, one).wait()  # a's: 1
-        b.push(key, one, tick=True).wait()  # from the same pull, except for the own update: 1
+        b.push(key, one).wait()  # the update of a: staleness 1
+        b.push(key, one, tick=True).wait()  # the same pull; its own update is not counted: staleness 1
         assert histogram(clients[0]) == {0: 2, 1: 2}
         a.pull(key)
         for _ in range(5):
-            b.push_pull(key, one, tick=True)  # 0 each, pulled just before; the first without a pull
+            b.push_pull(key, one, tick=True)  # staleness 0: each was pulled just before, and the first has no pull
         a.push(key, one, tick=True).wait()  # 5
         assert histogram(clients[0]) == {0: 7, 1: 2, 5: 1}
         a.pull(key)
-        a.pull(key)  # the last pull counts
-        b.push(key, one).wait()  # b has pulled for this iteration before a's last push: 1
+        a.pull(key)  # only the last pull is used
+        b.push(key, one).wait()  # b pulled for this iteration before the last push of a: staleness 1
         a.pull(key)
         a.push(key, one, tick=True).wait()  # 0
         assert histogram(clients[0]) == {0: 8, 1: 3, 5: 1}
@@ -58,7 +58,7 @@ def test_another_table_and_another_server_have_separate_versions() -> None:
         dense = clients[1].dense_table("d", size=2, update=SGD(lr=1.0))
         keys = np.arange(100, dtype=np.uint64)
         a.pull(keys)
-        dense.push(floats(1, 1)).wait()  # of another table
+        dense.push(floats(1, 1)).wait()  # updates of another table are not counted
         on_first = next(key for key in keys if _server(clients[0], int(key)) == 0)
         b.push([on_first], floats(1)).wait()
         a.push(keys, np.ones(100, np.float32)).wait()
@@ -120,7 +120,7 @@ def test_drop_beyond() -> None:
         assert [counted.dropped for counted in statistics_of(clients[0], "w")] == [2, 2]
         assert [counted.pushes for counted in statistics_of(clients[0], "w")] == [6, 6]
         assert histogram(clients[0]) == {0: 3, 2: 1, 3: 2}
-        assert not a.push(keys, ones).dropped  # of the next iteration, pulled with the ticket
+        assert not a.push(keys, ones).dropped  # for the next iteration, pulled with the previous push
         assert (b.pull(keys) == -5).all()
 
 
@@ -128,7 +128,7 @@ STRENGTH = 0.5
 
 
 def compensated(grads: Floats, now: Floats, then: Floats) -> Floats:
-    """Zheng et al. 2017, equation 10."""
+    """Return the compensated gradients (Zheng et al. 2017, equation 10)."""
     return (grads + np.float32(STRENGTH) * grads * grads * (now - then)).astype(np.float32)
 
 
@@ -224,7 +224,7 @@ def test_compensation_uses_the_pull_of_the_same_iteration() -> None:
         b.push([1], floats(-4)).wait()
         a.pull_async([1], ahead=1).wait()
         b.push([1], floats(-2)).wait()
-        a.push([1], floats(1), tick=True).wait()  # pulled 0, now 6
+        a.push([1], floats(1), tick=True).wait()  # the pulled value was 0; it is 6 now
         assert a.pull([1]) == 6 - (1 + STRENGTH * 6)
         a.push([1], floats(0)).wait()
 

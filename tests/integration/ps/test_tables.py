@@ -41,7 +41,7 @@ def test_sparse_push_and_pull(servers: int, dim: int) -> None:
         table = client.sparse_table("w", dim=dim, update=SGD(lr=1.0))
         assert len(table) == 0
         assert not table.pull(keys).any()
-        assert len(table) == 0  # reading makes no rows
+        assert len(table) == 0  # a pull creates no rows
         table.push(keys, grads).wait()
         assert len(table) == len(keys)
         again = random.permutation(len(keys))
@@ -58,13 +58,13 @@ def test_every_key_is_legal(servers: int) -> None:
     keys = keys_of(0, 1, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1)
     with Cluster(servers=servers) as cluster:
         table = cluster.connect().sparse_table("w", update=SGD(lr=1.0))
-        table.push(keys, np.arange(6, dtype=np.float32))  # dim 1: [n] will do
+        table.push(keys, np.arange(6, dtype=np.float32))  # with dim 1, the shape [n] is accepted
         assert table.pull(keys).tolist() == [[0], [-1], [-2], [-3], [-4], [-5]]
         assert table.erase(keys[::2]) == 3
         assert table.erase(keys[::2]) == 0
         assert table.pull(keys).tolist() == [[0], [-1], [0], [-3], [0], [-5]]
         assert len(table) == 3
-        assert table.pull([1, 2**63 - 1]).tolist() == [[-1], [0]]  # lists, and signed integers, are converted
+        assert table.pull([1, 2**63 - 1]).tolist() == [[-1], [0]]  # lists and signed integers are converted
         assert table.pull(np.array([1], np.int32)).tolist() == [[-1]]
 
 
@@ -166,14 +166,14 @@ def test_tickets_in_flight(servers: int) -> None:
             assert sparse.shape == tickets[4 * step + 2][1]
             assert (sparse[:60] == -(step + 1)).all()
             assert (values[4 * step + 3] == -2 * (step + 1)).all()
-        assert tickets[0][0].result() is None  # again
+        assert tickets[0][0].result() is None  # a second call
         assert not tickets[0][0].dropped
         while not (last := table.pull_async(keys)).done():
             pass
         assert np.array_equal(last.result(), table.pull(keys))
 
 
-def test_more_in_flight_than_a_client_keeps() -> None:
+def test_more_requests_in_flight_than_a_client_permits() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -186,7 +186,7 @@ def test_large_answers_in_flight_do_not_block_both_ends() -> None:
         client = cluster.connect()
         table = client.dense_table("d", size=6_000_000, update=SGD(lr=1.0))
         grads = np.ones(table.size, np.float32)
-        tickets = [table.push_pull_async(grads) for _ in range(16)]  # 384 MB there, 384 MB back
+        tickets = [table.push_pull_async(grads) for _ in range(16)]  # 384 MB in each direction
         assert [ticket.result()[-1] for ticket in tickets] == [-1.0 - n for n in range(16)]
 
 
@@ -256,7 +256,7 @@ def test_a_change_of_hyperparameters_without_servers_takes_effect_with_the_next_
         assert (table.pull(keys) == -0.5).all()
 
 
-def test_a_refused_update_is_not_noted() -> None:
+def test_a_rejected_update_is_not_stored() -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -305,7 +305,7 @@ def _steps(servers: int, rule: UpdateRule, dim: int) -> tuple[Floats, Floats]:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("dim", [1, 4])
-def test_the_number_of_servers_changes_no_bit(rule: UpdateRule, dim: int) -> None:
+def test_results_do_not_depend_on_the_number_of_servers(rule: UpdateRule, dim: int) -> None:
     one = _steps(1, rule, dim)
     for servers in (2, 3):
         other = _steps(servers, rule, dim)
@@ -316,7 +316,7 @@ def test_the_number_of_servers_changes_no_bit(rule: UpdateRule, dim: int) -> Non
 @pytest.mark.parametrize(
     "start", [Zeros(), Constant(value=2.5), Uniform(low=-2, high=3), Normal(mean=1, std=0.5)], ids=repr
 )
-def test_initial_values_depend_on_key_and_seed_alone(start: Initializer) -> None:
+def test_initial_values_depend_only_on_key_and_seed(start: Initializer) -> None:
     random = np.random.default_rng(6)
     keys = random_keys(random, 500)
     found: list[tuple[Floats, Floats]] = []
@@ -327,7 +327,7 @@ def test_initial_values_depend_on_key_and_seed_alone(start: Initializer) -> None
             dense = client.dense_table("d", size=700, update=SGD(lr=1.0), initializer=start, seed=11)
             order = random.permutation(len(keys))
             touched = keys[order[:100]]
-            table.push(touched, np.zeros((100, 3), np.float32))  # rows that exist read as before
+            table.push(touched, np.zeros((100, 3), np.float32))  # existing rows are unchanged
             values = np.empty((len(keys), 3), np.float32)
             values[order] = table.pull(keys[order])
             found.append((values, dense.pull()))
@@ -341,7 +341,7 @@ def test_initial_values_depend_on_key_and_seed_alone(start: Initializer) -> None
         assert len(np.unique(alone)) > 1000
 
 
-def test_memory_transport_serves_a_cluster_too() -> None:
+def test_a_cluster_can_use_the_memory_transport() -> None:
     with Cluster(servers=2, transport=MemoryTransport()) as cluster:
         table = cluster.connect().sparse_table("w", dim=2, update=SGD(lr=1.0))
         keys = random_keys(np.random.default_rng(2), 100)

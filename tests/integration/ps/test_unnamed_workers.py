@@ -26,7 +26,7 @@ def connect(cluster: Cluster, incarnation: int) -> Channel:
 
 @pytest.mark.parametrize("consistency", [BoundedDelay(tau=1), Sequential()], ids=str)
 def test_a_worker_in_no_view_delays_no_other_worker(consistency: Consistency) -> None:
-    """A clock that joined in a name that no map ever has stood still, and all workers waited for it."""
+    """Formerly, such a worker joined with a clock that never advanced, and all workers waited for it."""
     with Cluster(consistency=consistency) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -45,7 +45,7 @@ def test_a_worker_in_no_view_delays_no_other_worker(consistency: Consistency) ->
 def test_a_worker_does_not_join_if_it_left_before_the_first_view() -> None:
     with Cluster(consistency=BoundedDelay(tau=1), workers=1) as cluster:
         client = cluster.connect()
-        number = client.servers.newest()[0].session.server  # of a server, which is known and is no worker
+        number = client.servers.newest()[0].session.server  # of a server, which is no worker
         channel = connect(cluster, number)
         channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         with pytest.raises(PeerError, match="left the cluster or was declared dead"):

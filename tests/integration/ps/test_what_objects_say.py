@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("warm_clusters")
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_objects_describe_themselves_until_after_the_end(replicas: int) -> None:
+def test_representations_are_available_during_and_after_the_cluster(replicas: int) -> None:
     keys = np.array([1, 2**63], np.uint64)
     with paceline.local_cluster(servers=2, replicas=replicas) as cluster:
         client = cluster.connect()

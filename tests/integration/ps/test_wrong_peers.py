@@ -20,21 +20,21 @@ from .harness import Cluster, floats, keys_of, random_keys
 
 
 @pytest.mark.parametrize("timeout_ms", ["soon", "", -1, 1 << 62])
-def test_how_long_a_peer_waits_may_be_nonsense(timeout_ms: Any) -> None:
+def test_invalid_timeouts_of_a_peer_are_handled(timeout_ms: Any) -> None:
     with Cluster(workers=2, consistency=BoundedDelay(tau=1)) as cluster:
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
         channel = cluster.raw(timeout_ms=timeout_ms)
         channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         channel.receive_frame(10)
-        channel.send(*frame_parts(PULL, request=2, epoch=1, table=table.number, clock=9, body=keys_of(1)))  # is held
+        channel.send(*frame_parts(PULL, request=2, epoch=1, table=table.number, clock=9, body=keys_of(1)))  # waits
         channel.send(*frame_parts(CALL, request=3, meta=messages.encode(messages.Retire())))
         assert channel.receive_frame(10).header.request in (2, 3)
         channel.close()
         assert table.push_pull(keys_of(1), floats(1)) == -1
 
 
-def test_a_push_for_another_servers_buckets_is_refused_before_it_is_kept() -> None:
+def test_a_push_for_another_servers_buckets_is_rejected_before_it_is_stored() -> None:
     with Cluster(servers=2, workers=1, replicas=1, consistency=Sequential()) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -75,7 +75,7 @@ def test_pushes_of_a_process_without_membership_are_rejected(incarnation: int) -
         assert (table.pull() == -1).all()
 
 
-def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
+def test_a_tick_over_a_million_iterations_is_rejected() -> None:
     """Otherwise the server would complete each iteration separately, and do nothing else for minutes."""
     with Cluster(workers=1, consistency=Sequential()) as cluster:
         client = cluster.connect(rank=0)
@@ -92,7 +92,7 @@ def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
         refused(CALL, meta=messages.encode(messages.JoinClock(rank=7, clock=far)))
         channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         channel.receive_frame(10)
-        client.retire()  # only it counts now
+        client.retire()  # only this worker takes part now
         refused(TICK, clock=far)
         refused(SYNCED, clock=far, sequence=7, flags=1)
         refused(PUSH, clock=far, sequence=1, flags=TICKS, table=table.number, body=(keys_of(1), floats(1)))
@@ -106,7 +106,7 @@ def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
 def test_a_server_does_not_report_a_worker_far_ahead() -> None:
     with Cluster(
         servers=2, expected_servers=3, consistency=Sequential()
-    ) as cluster:  # it has no buckets as a primary yet
+    ) as cluster:  # the server is not yet the primary of a bucket
         served = cluster.nodes[0].served
         assert served is not None
         cluster.nodes[0].call(lambda: cluster.nodes[0].server.joined(Hello(role="server", incarnation=1), 9.0))
@@ -154,7 +154,7 @@ def test_the_scheduler_rejects_harmful_messages(message: dict[str, Any]) -> None
         assert client.tables() == []
 
 
-def test_the_last_number_of_a_table() -> None:
+def test_the_number_of_tables_is_limited() -> None:
     tables = Tables()
     spec = messages.TableSpec(name="t", kind="sparse", update={"kind": "SGD", "lr": 1.0}, initializer={"kind": "Zeros"})
     tables.restore([messages.KnownTable(number=65535, declared=spec, spec=spec)])

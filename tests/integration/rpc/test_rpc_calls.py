@@ -171,7 +171,7 @@ def test_calls_and_failures(agents: list[Agent]) -> None:
     assert call(b, 0, add, 1, 1) == 2
 
 
-def test_time_outs_leave_the_connection_usable(agents: list[Agent]) -> None:
+def test_timeouts_leave_the_connection_usable(agents: list[Agent]) -> None:
     a = agents[0]
     start_s = time.monotonic()
     with pytest.raises(DeadlineError, match=r"worker 'b' has not answered .*nap within 0\.05 s"):
@@ -199,10 +199,10 @@ def test_calls_of_one_caller_run_concurrently(agents: list[Agent]) -> None:
         assert not thread.is_alive()
 
 
-def test_async_execution_answers_once_the_future_is_set(agents: list[Agent]) -> None:
+def test_async_execution_replies_when_the_future_is_set(agents: list[Agent]) -> None:
     a = agents[0]
     later.clear()
-    many = [start(a, 1, promised, "p") for _ in range(20)]  # more than there are threads
+    many = [start(a, 1, promised, "p") for _ in range(20)]  # more calls than threads
     call(a, 1, give, "p", 7)
     assert wait_all(many) == [7] * 20
     seen: list[int] = []
@@ -229,7 +229,7 @@ def test_references_are_counted_by_the_owner(agents: list[Agent]) -> None:
     itself = made.remote().itself()
     assert itself.rpc_sync().add(0) == 8
     del itself
-    # c holds it too, and keeps it alive
+    # c also holds a reference, which keeps the object alive
     call(a, 2, keep, made)
     reference = made.reference
     del made
@@ -247,18 +247,18 @@ def test_references_are_counted_by_the_owner(agents: list[Agent]) -> None:
     until(lambda: c.table.num_owned == 0)
 
 
-def test_a_call_to_oneself_ends_in_time(agents: list[Agent]) -> None:
+def test_a_call_to_the_own_worker_times_out(agents: list[Agent]) -> None:
     a = agents[0]
     later.clear()
     with pytest.raises(DeadlineError, match=r"promised .* no result within 0\.02 s"):
         call(a, 0, promised, "never", timeout=timedelta(milliseconds=20))
-    give("never", 1)  # too late, and no harm
+    give("never", 1)  # a late reply has no effect
     with pytest.raises(DeadlineError, match=r"nap .* no result within 0 s"):
         start(a, 0, nap, 0.01, timeout=timedelta(0)).wait()
     with pytest.raises(DeadlineError, match=r"within 0\.01 s"):
         a.remote(0, qualified_name(promised), ("r",), None).to_here(timedelta(milliseconds=10))
     assert start(a, 0, add, 1, 2).wait() == 3
-    reported_errors: list[BaseException | None] = []  # by a callback, because no thread waits
+    reported_errors: list[BaseException | None] = []  # a callback sets the result, because no thread waits
     start(a, 0, promised, "nobody", timeout=timedelta(milliseconds=20)).add_done_callback(
         lambda done: reported_errors.append(done.exception())
     )
@@ -275,7 +275,7 @@ def bounce(left: int) -> int:
 
 
 def test_a_chain_of_calls_may_be_longer_than_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain[:] = made = make_agents(__name__, ["a", "b"], num_threads=1)  # and three for each worker
+    chain[:] = made = make_agents(__name__, ["a", "b"], num_threads=1)
     try:
         assert call(made[0], 1, bounce, 40) == 40
         monkeypatch.setattr(serving, "MAX_WAITING", 10)
@@ -329,7 +329,7 @@ def test_unreadable_arguments_are_reported_as_the_reason(agents: list[Agent]) ->
                 use()
 
 
-def test_a_reference_of_before_a_shutdown_is_not_taken_for_another_object(agents: list[Agent]) -> None:
+def test_a_reference_from_before_a_shutdown_refers_to_no_new_object(agents: list[Agent]) -> None:
     left = agents[0].remote(1, qualified_name(Counter), (5,), None)
     first, second = make_agents(__name__, ["a", "b"])
     try:
@@ -349,7 +349,7 @@ def value_of_owner(rref: RRef[Counter]) -> int:
     return rref.local_value().value
 
 
-def test_remote_failures_come_with_the_value(agents: list[Agent]) -> None:
+def test_failures_of_remote_calls_are_raised_with_the_value(agents: list[Agent]) -> None:
     a = agents[0]
     with pytest.raises(LookupError, match="later"):
         a.remote(1, qualified_name(fail), ("later",), None).to_here()
@@ -369,12 +369,12 @@ def test_remote_failures_come_with_the_value(agents: list[Agent]) -> None:
     assert slow.to_here() == 0.3
 
 
-def test_a_dying_holder_gives_back(agents: list[Agent]) -> None:
+def test_the_death_of_a_holder_releases_its_references(agents: list[Agent]) -> None:
     a, b, c = agents
     freed.clear()
     kept.clear()
     made = a.remote(1, qualified_name(Tracked), (1,), None)
-    call(a, 2, keep, made)  # c has no connection to b of its own
+    call(a, 2, keep, made)  # c has no connection to b
     reference = made.reference
     del made
     until(lambda: b.table.holders(reference) == {2})
@@ -419,7 +419,7 @@ def test_a_dying_callee_ends_pending_calls(agents: list[Agent], caplog: pytest.L
     open_gate("never")
 
 
-def test_all_leave_together(agents: list[Agent]) -> None:
+def test_all_workers_leave_together(agents: list[Agent]) -> None:
     a, b, c = agents
     done: list[str] = []
     waiting = start(a, 1, nap, 0.1)
@@ -447,7 +447,7 @@ def test_leaving_names_dead_workers(agents: list[Agent]) -> None:
         agents[0].wait_for_all()
 
 
-def test_workers_of_another_token_are_not_talked_to() -> None:
+def test_workers_with_another_token_are_rejected() -> None:
     a, b = make_agents(__name__, ["a", "b"], tokens=[TOKEN, "another token for tests"])
     try:
         with pytest.raises(AuthenticationError, match="worker 'b' cannot be called"):
@@ -457,7 +457,7 @@ def test_workers_of_another_token_are_not_talked_to() -> None:
         b.close()
 
 
-def test_names_must_differ() -> None:
+def test_names_of_workers_must_differ() -> None:
     with pytest.raises(UsageError, match=r"two workers are called 'x': ranks 0 and 1"):
         make_agents(__name__, ["x", "x"])
 
@@ -478,7 +478,7 @@ def kind_of(value: Any) -> str:
     return type(value).__name__
 
 
-def test_pickle_where_both_ends_allow_it() -> None:
+def test_pickle_is_used_if_both_ends_permit_it() -> None:
     a, b = make_agents(__name__, ["a", "b"], pickle=True)
     try:
         assert call(a, 1, kind_of, Plain()) == "Plain"
@@ -503,12 +503,12 @@ def test_invalid_frames_receive_an_error(agents: list[Agent], caplog: pytest.Log
         with pytest.raises(PacelineError, match=r"cannot be read|does not support|names no") as raised:
             a.ends.end_to(1).start(kind, meta, (), description="nonsense", timeout_s=10).wait()
         assert "nonsense" in str(raised.value)
-        with pytest.raises(ConnectionLostError):  # it is closed, and opened again
+        with pytest.raises(ConnectionLostError):  # the connection is closed and opened again
             call(a, 1, add, 1, 1)
     assert call(a, 1, add, 1, 1) == 2
 
 
-def test_altered_frames_end_in_a_sentence(agents: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
+def test_altered_frames_raise_an_error(agents: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
     a, rng, answers = agents[0], random.Random(3), 0
     whole = Encoding(agent=a)
     call_meta = whole.encode_call((), qualified_name(add), (np.ones(3), {1: (2, "x")}), {"y": 1 << 70})
@@ -533,7 +533,7 @@ def test_altered_frames_end_in_a_sentence(agents: list[Agent], caplog: pytest.Lo
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-def test_a_stranger_without_the_token_is_refused(agents: list[Agent]) -> None:
+def test_a_process_without_the_token_is_rejected(agents: list[Agent]) -> None:
     a = agents[0]
     address = a.world.infos[1].endpoint.tcp
     with socket.create_connection((address.host, address.port)) as stranger:
@@ -549,7 +549,7 @@ def linear_part(weights: RRef[Any], x: Any) -> Any:
     return weights.local_value() * x
 
 
-def test_gradients_go_back_the_way_the_values_came(agents: list[Agent]) -> None:
+def test_gradients_flow_back_along_the_calls(agents: list[Agent]) -> None:
     torch = pytest.importorskip("torch")
     from paceline.rpc import autograd
     from paceline.rpc.running import in_context, set_agent

@@ -1,4 +1,4 @@
-"""Calls as programs of torch.distributed.rpc make them, between workers that are threads of one process."""
+"""Calls in the style of torch.distributed.rpc. The workers are threads of one process."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_late_replies(owner: Agent) -> None:
     assert table.rpc_sync().below(2) == table.rpc_async().above(2).wait() == table.remote().below(2).to_here() == 3
 
 
-def test_references_describe_themselves(owner: Agent) -> None:
+def test_representations_of_references(owner: Agent) -> None:
     own, other = rpc.RRef(1.5, type_hint=float), rpc.remote("b", plus, (1, 2))
     assert own.confirmed_by_owner()
     assert other.to_here() == 3
@@ -180,7 +180,7 @@ def test_functions_of_tensors_are_called_by_name(owner: Agent) -> None:
         rpc.rpc_sync("b", torch.from_file, ("/nowhere",))
 
 
-def test_an_optimizer_takes_frozen_parameters_too(owner: Agent) -> None:
+def test_an_optimizer_accepts_frozen_parameters(owner: Agent) -> None:
     torch = pytest.importorskip("torch")
     frozen, learned = torch.ones(2), torch.ones(2, requires_grad=True)
     rrefs = [rpc.RRef(frozen), rpc.RRef(learned)]
@@ -194,7 +194,7 @@ def test_an_optimizer_takes_frozen_parameters_too(owner: Agent) -> None:
         rpc.optimizer.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(learned * 2)], lr=0.5)
 
 
-def test_calls_are_taken_once_functions_can_use_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_executed_only_when_functions_can_use_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     start = Agent.start
 

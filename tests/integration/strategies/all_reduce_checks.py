@@ -1,4 +1,4 @@
-"""Checks of ``AllReduce``, on every rank of a few; see ``strategy_ranks.py``."""
+"""Checks of ``AllReduce``. Every rank runs each check; see ``strategy_ranks.py``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _model(seed: int = 0) -> nn.Module:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[Strategy]:
-    """One device in this process, as without a launcher."""
+    """Return the strategy of one device, like in a process without a launcher."""
     names = ("RANK", "WORLD_SIZE")
     kept = {name: os.environ.pop(name) for name in names}
     try:
@@ -88,7 +88,7 @@ def _flat(strategy: Strategy) -> Tensor:
 
 
 def is_equal_on_ranks(strategy: Strategy, values: Tensor) -> bool:
-    """Whether all ranks have the same values."""
+    """Return whether all ranks have the same values."""
     return torch.equal(strategy.reduce(values, "max"), strategy.reduce(values, "min"))
 
 
@@ -108,7 +108,7 @@ def check_20_steps_agree_with_one_device(rank: int, size: int) -> None:
     num_rows = _ROWS * size * 10
     for make in _OPTIMIZERS:
         with AllReduce(seed=5) as strategy:
-            trained = _train(strategy, make, _ROWS, num_rows, seed=rank)  # rank 0's values count
+            trained = _train(strategy, make, _ROWS, num_rows, seed=rank)  # all ranks get the values of rank 0
             assert is_equal_on_ranks(strategy, trained)
         with _alone() as strategy:
             expected = _train(strategy, make, _ROWS * size, num_rows)
@@ -126,7 +126,7 @@ def check_an_epoch_continues_under_another_strategy(rank: int, size: int) -> Non
         with _alone() as strategy:
             trained = _train(strategy, make, _ROWS * size, num_rows, start=checkpoint)
         with AllReduce() as strategy:
-            strategy.barrier()  # before rank 0 removes its folder
+            strategy.barrier()  # the other ranks must load before rank 0 removes its folder
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-5)
 
 
@@ -159,7 +159,7 @@ def check_gradients_are_accumulated(rank: int, size: int) -> None:
             with strategy.accumulate(is_last=number == 2):
                 torch.autograd.backward(nn.functional.mse_loss(model(inputs), targets))
             if number == 0 and strategy.world_size > 1:
-                assert not is_equal_on_ranks(strategy, next(model.parameters()).grad), "the first gradients were sent"
+                assert not is_equal_on_ranks(strategy, next(model.parameters()).grad), "gradients were sent too early"
             if number == 2:
                 break
         norm = strategy.clip_grad_norm_(0.1)
@@ -213,7 +213,7 @@ def check_synchronized_batch_norm(rank: int, size: int) -> None:
         torch.manual_seed(7)
         whole = (torch.randn(5 * size, 3, 4) * 3 + 50).requires_grad_()
         weights = torch.randn(5 * size, 3, 4)
-        sizes = [5 * size - (size - 1) * 2, *[2] * (size - 1)]  # uneven
+        sizes = [5 * size - (size - 1) * 2, *[2] * (size - 1)]  # unequal parts
         start = sum(sizes[:rank])
         part = whole.detach()[start : start + sizes[rank]].clone().requires_grad_()
 
@@ -242,12 +242,12 @@ def check_synchronized_batch_norm(rank: int, size: int) -> None:
         torch.autograd.backward(model(torch.randn(3, 6)).sum())
         assert isinstance(model.module[1], SyncBatchNorm)
         with torch.no_grad():
-            for _ in range(rank):  # ranks evaluate as often as they like
+            for _ in range(rank):  # each rank may evaluate any number of batches
                 model.eval()(torch.randn(3, 6))
         assert sorted(model.state_dict())[0] == "0.bias"
 
 
-def check_nothing_but_frozen_parameters(rank: int, size: int) -> None:
+def check_a_model_with_only_frozen_parameters(rank: int, size: int) -> None:
     with AllReduce() as strategy:
         model = strategy.prepare(_model(rank).requires_grad_(False))
         assert torch.equal(model[0].weight, _model(0)[0].weight)  # type: ignore[index]
@@ -282,7 +282,7 @@ def check_loaders_without_a_batch(rank: int, size: int) -> None:
         _refused(strategy, lambda: list(empty), "no batch")
 
 
-def check_streams_are_shared_out(rank: int, size: int) -> None:
+def check_batches_of_streams_are_distributed(rank: int, size: int) -> None:
     with AllReduce() as strategy:
         loader = DataLoader(_Stream(2 * size + 1), 1)
         batches = [int(batch) for batch in strategy.prepare_loader(loader, prefetch=True)]
@@ -316,7 +316,7 @@ def check_an_unused_parameter(rank: int, size: int) -> None:
 
 
 class _Graph(nn.Module):
-    """A convolution over a graph, whose adjacency is sparse."""
+    """A convolution over a graph with a sparse adjacency matrix."""
 
     def __init__(self, *, is_buffer: bool, persistent: bool = True) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ _STEPS = 10
 
 
 class _Clicks(nn.Module):
-    """An embedding with the optimizer's rule, and a bag; the names of their tables are the check's own."""
+    """A model with an embedding and a bag. Each check uses its own names of tables."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def _data(num_rows: int) -> Dataset[tuple[Tensor, ...]]:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[Strategy]:
-    """One device in this process, as without a launcher."""
+    """Return the strategy of one device, like in a process without a launcher."""
     kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
     try:
         with OneDevice(seed=5) as strategy:
@@ -77,7 +77,7 @@ def _train(strategy: Strategy, name: str, rows: int, num_rows: int, *, is_compil
         return model.dense.weight.clone(), model.deep(every), model.wide(every.unsqueeze(1))
 
 
-def check_as_one_device(rank: int, size: int) -> None:
+def check_training_equals_one_device(rank: int, size: int) -> None:
     num_rows = _ROWS * size * _STEPS
     with Hybrid(seed=5) as strategy:
         found = _train(strategy, "equal", _ROWS, num_rows)
@@ -109,7 +109,7 @@ def check_compiled_after(rank: int, size: int) -> None:
     """A compiled model gives the result of an eager model."""
     num_rows = _STEPS * size * _ROWS
     with Hybrid(seed=5) as strategy, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own look
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # by Dynamo
         found = _train(strategy, "compiled", _ROWS, num_rows, is_compiled=True)
     with _alone() as alone:
         expected = _train(alone, "compiled", _ROWS * size, num_rows)
@@ -117,7 +117,7 @@ def check_compiled_after(rank: int, size: int) -> None:
 
 
 def check_unequal_numbers_of_batches(rank: int, size: int) -> None:
-    """No rank waits for a rank without batches, which takes part again in the next epoch."""
+    """No rank waits for a rank without batches. This rank takes part again in the next epoch."""
     with Hybrid(join=True) as strategy:
         model = _Clicks("unequal")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -137,7 +137,7 @@ def check_unequal_numbers_of_batches(rank: int, size: int) -> None:
         weights = strategy.reduce(model.dense.weight, "max") - strategy.reduce(model.dense.weight, "min")
         assert not weights.any()
         assert not torch.equal(model.deep(torch.tensor([3])), before)
-        if rank == 0:  # outside an epoch no rank waits for other ranks
+        if rank == 0:  # outside of an epoch, no rank waits for other ranks
             model.deep(torch.tensor([4]))
         strategy.barrier()
 

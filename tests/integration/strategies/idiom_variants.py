@@ -1,4 +1,4 @@
-"""Idioms with other optimizers, models and losses than the plain loop, and the program of one rank.
+"""Idioms with optimizers, models and losses other than in the plain loop, and the program of one rank.
 
     python idiom_variants.py FOLDER PLAN
 
@@ -30,7 +30,7 @@ _Pair = namedtuple("_Pair", "output loss")
 
 @dataclass
 class _Scores:
-    """An output of a class of the script's own."""
+    """An output class that the script defines."""
 
     output: Tensor
 
@@ -57,10 +57,10 @@ class _Called(nn.Module):
 
 
 class _Signed(optim.SGD):
-    """An optimizer whose step is its own."""
+    """An optimizer with a custom step."""
 
     def step(self, closure: Any = None) -> Any:
-        """Take the signs of gradients."""
+        """Update by the signs of the gradients."""
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.sign()
@@ -68,7 +68,7 @@ class _Signed(optim.SGD):
 
 
 class _Double(nn.Linear):
-    """A layer of complex or double numbers between numbers of the common type."""
+    """A layer of complex or double numbers in a model of float32 numbers."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Apply the layer, and return real numbers."""
@@ -123,13 +123,13 @@ def _train(
     for step in range(STEPS):
         trial.optimizer.zero_grad()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of create_graph=True
+            warnings.simplefilter("ignore")  # torch warns of create_graph=True
             found = loss(trial, *trial.share(step))
         if found is not None:
             torch.autograd.backward(found)
         trial.optimizer.step()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own schedules step out of turn
+            warnings.simplefilter("ignore")  # schedules of torch step at other times
             after(trial, step)
     return [torch.view_as_real(value) if value.is_complex() else value for value in trial.values()]
 

@@ -21,7 +21,7 @@ from paceline.strategies import SCHEDULES
 from paceline.torch import AllReduce, Pipeline, Sharded
 
 CHECKPOINT = "PIPELINE_CHECKPOINT"
-"""The environment variable with the folder that the parent looks into."""
+"""The environment variable with the folder that the parent process reads."""
 Batches = list[tuple[Tensor, Tensor]]
 _meetings = itertools.count(1000)
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Words in, words out; the weights of both ends are tied, and the first value is used in the last layer."""
+    """A language model. The first and last weights are tied, and the last layer uses the first value."""
 
     def __init__(self, blocks: int = 4, width: int = 8, words: int = 11) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Bags(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A model whose first dimension is time, and which returns its state."""
+    """A model whose first dimension is time. It returns its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +128,8 @@ def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batc
     return losses
 
 
-def looking_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
-    """Read values without need, use a custom loss, and call backward twice in a step."""
+def reading_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
+    """Read values, use a custom loss, and call backward twice in a step."""
     losses = []
     for number, (x, y) in enumerate(batches):
         optimizer.zero_grad()
@@ -156,7 +156,7 @@ def meet_again() -> None:
 
 
 def expect_equal(loop: Loop, batches: Batches, kind: str = "sgd", tolerance: float = 1e-5, **options: Any) -> None:
-    """Train in a pipeline and in this process alone; losses and parameters must be the same."""
+    """Train in a pipeline and in one process. Check that losses and parameters are equal."""
     torch.use_deterministic_algorithms(True)
     whole, alone = model_and_optimizer(kind)
     expected = loop(whole, alone, batches)
@@ -216,7 +216,7 @@ def thorough_fifty_steps_of_the_benchmarks_models(rank: int, size: int) -> None:
 
 
 def check_an_oversized_model(rank: int, size: int) -> None:
-    """16 layers of 4 MB with gradients and momentum, 192 MB, under a limit of 145."""
+    """16 layers of 4 MB have 192 MB with gradients and momentum. The limit is 145 MB."""
 
     def train(strategy: Pipeline | None) -> list[float]:
         with torch.device("cpu" if strategy is None else "meta"):
@@ -248,7 +248,7 @@ def check_an_oversized_model(rank: int, size: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def check_a_model_without_memory_begins_as_under_any_strategy(rank: int, size: int) -> None:
+def check_a_meta_model_is_initialized_like_in_other_strategies(rank: int, size: int) -> None:
     def model() -> nn.Module:
         with torch.device("meta"):
             return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 11))
@@ -260,7 +260,7 @@ def check_a_model_without_memory_begins_as_under_any_strategy(rank: int, size: i
         with kind() as strategy:
             found = strategy.prepare(model(), None)
             if kind is Pipeline:
-                assert strategy.reduce({"loss": 3.0}, "sum") == {"loss": 3.0}  # a pipeline's processes count once
+                assert strategy.reduce({"loss": 3.0}, "sum") == {"loss": 3.0}  # one share of the data
                 with pytest.raises(UsageError, match="before its first call"):
                     strategy.load("nowhere")
                 with torch.no_grad():
@@ -275,13 +275,13 @@ def check_a_model_without_memory_begins_as_under_any_strategy(rank: int, size: i
 
 def check_reading_loops(rank: int, size: int) -> None:
     for schedule, split in (("1f1b", ["blocks.2"]), ("zbv", None)):
-        expect_equal(looking_loop, batches_of([6] * 3), schedule=schedule, microbatches=3, split=split)
+        expect_equal(reading_loop, batches_of([6] * 3), schedule=schedule, microbatches=3, split=split)
 
 
 def expect_equal_steps(
     make: Callable[[], nn.Module], step: Callable[[nn.Module, int], list[Any]], schedule: str, *, evaluates: bool = True
 ) -> None:
-    """Train a model by steps that return its loss first, in a pipeline, and in this process alone.
+    """Train a model by steps that return the loss first, in a pipeline and in one process.
 
     `evaluates`: also take a step in evaluation mode, which traces the model again.
     """
@@ -314,7 +314,7 @@ def expect_equal_steps(
 def check_a_model_with_a_loss(rank: int, size: int, schedule: str = "interleaved") -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, _),) = batches_of([rows])
-        targets = x.roll(1, 1).masked_fill(x < 4, -1)  # the microbatches have different numbers
+        targets = x.roll(1, 1).masked_fill(x < 4, -1)  # microbatches have different numbers of targets
         logits, loss = model(x, targets)
         values = [loss, logits.square().mean().detach()]
         if model.training:
@@ -331,7 +331,7 @@ def check_ignored_targets(rank: int, size: int, schedule: str = "1f1b", evaluate
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, _),) = batches_of([rows])
         nothing, partial = torch.full_like(x, -1), x.clone()
-        partial[: rows // 2] = -1  # all values of a microbatch
+        partial[: rows // 2] = -1  # ignore all targets of a microbatch
         assert model(x, nothing)[1].isnan()
         logits = model(x, x)[0]
         outside = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), nothing.reshape(-1), ignore_index=-1)
@@ -431,7 +431,7 @@ def check_two_pipelines_side_by_side(rank: int, size: int) -> None:
             torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-5)
 
 
-def check_a_checkpoint_goes_on_elsewhere(rank: int, size: int) -> None:
+def check_a_checkpoint_continues_in_other_strategies(rank: int, size: int) -> None:
     batches = batches_of([8] * 4)
     whole, alone = model_and_optimizer("adam")
     expected = plain_loop(whole, alone, batches)
@@ -444,7 +444,7 @@ def check_a_checkpoint_goes_on_elsewhere(rank: int, size: int) -> None:
             model.state_dict()
         strategy.save(folder, epoch=2)
         assert plain_loop(model, optimizer, batches[2:]) == pytest.approx(expected[2:], abs=1e-5)
-        strategy.load(folder)  # back to where it was, in the midst of a training
+        strategy.load(folder)  # load the checkpoint during a training
         assert plain_loop(model, optimizer, batches[2:]) == pytest.approx(expected[2:], abs=1e-5)
     meet_again()
     with Pipeline(stages=2, schedule="gpipe", microbatches=4) as strategy:
@@ -454,7 +454,7 @@ def check_a_checkpoint_goes_on_elsewhere(rank: int, size: int) -> None:
 
 
 class Deciding(nn.Module):
-    """A model that selects one of two layers by a value."""
+    """A model that selects one of two layers, depending on a value."""
 
     def __init__(self) -> None:
         super().__init__()

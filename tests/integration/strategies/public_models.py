@@ -54,7 +54,7 @@ class LossWithin(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         _, length = x.size()
-        assert length <= LONGEST, f"{length} words are too long"
+        assert length <= LONGEST, f"a text of {length} words is too long"
         y = self.words(x) + self.places(torch.arange(length, device=x.device))
         for block in self.blocks:
             y = block(y)
@@ -65,7 +65,7 @@ class LossWithin(nn.Module):
 
 
 class Cache:
-    """An object that contains tensors, but is no structure."""
+    """An object with tensors that is no structure for torch."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -73,7 +73,7 @@ class Cache:
 
 @dataclass
 class LabelledOutput(OrderedDict[str, Any]):
-    """An output like those of Hugging Face: a dictionary of the fields other than None, with attributes."""
+    """An output like in Hugging Face: a dictionary of all fields except None, with attributes."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -94,7 +94,7 @@ def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Labelled(nn.Module):
-    """A model like Hugging Face's: optional arguments, `**kwargs`, a decorator, an output class, a mask of shapes."""
+    """A model like in Hugging Face: optional arguments, `**kwargs`, decorator, output class, and a mask from shapes."""
 
     def __init__(self) -> None:
         super().__init__()

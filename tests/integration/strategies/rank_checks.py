@@ -1,4 +1,7 @@
-"""Ranks that run every check of a module: several processes, started once per test because importing torch is slow."""
+"""Run all checks of a module on several ranks.
+
+The checks of one run share the rank processes, because importing torch is slow.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class RankReports:
     reports: dict[str, list[str]] = field(default_factory=dict)
 
     def failures(self) -> str:
-        """Return the failed checks and the ranks' errors as text; empty if every check passed on every rank.
+        """Return the failed checks and errors of ranks as text, or an empty text if every check passed on every rank.
 
         A check ``last_killed`` ends one rank, which reports nothing.
         """

@@ -25,7 +25,7 @@ from torch.nn import functional as F  # noqa: N812
 from paceline.torch import AllReduce, Sharded, Strategy
 
 CHECKPOINT = "SHARDED_CHECKPOINT"
-"""The environment variable with the folder that the parent looks into."""
+"""The environment variable with the folder that the parent process reads."""
 _meetings = itertools.count(1000)
 
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Sequences in and out, with tied weights, parameters of fewer rows than ranks, and a frozen parameter."""
+    """A sequence model with tied weights, parameters of fewer rows than ranks, and a frozen parameter."""
 
     def __init__(self, blocks: int = 2, width: int = 8, words: int = 11) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def plain_loop(
 def busy_loop(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, strategy: Strategy | None
 ) -> list[float]:
-    """Accumulate, evaluate between steps, clip by torch and by the largest element, and leave a step out."""
+    """Accumulate gradients, evaluate between steps, clip by torch and by the largest element, and skip a step."""
     losses = []
     for number, batch in enumerate(batches):
         x, y = share(strategy, batch)
@@ -158,7 +158,7 @@ def busy_loop(
 
 
 def expect_equal(loop: Loop, num: int, kind: str = "sgd", **options: Any) -> None:
-    """Train in shards and in this process alone; losses and parameters must be the same."""
+    """Train in shards and in one process. Check that losses and parameters are equal."""
     whole, alone = model_and_optimizer(kind)
     batches = batches_of(num)
     expected = loop(whole, alone, batches, None)
@@ -204,7 +204,7 @@ def check_every_rank_holds_one_part(rank: int, size: int) -> None:
         assert shards == whole // size
         state = [tensor for entry in optimizer.state.values() for tensor in entry.values() if tensor.dim()]
         assert sum(tensor.to_local().numel() for tensor in state) == 2 * whole // size
-        # Parameters, gradients and two moments; before, the parameters were whole.
+        # Each rank holds its part of parameters, gradients and two moments. Before, it held the whole parameters.
         held = _bytes_of_tensors() - before + 4 * whole
         assert 4 * 4 * whole / size <= held < 4 * 5 * whole / size, (held, whole)
 
@@ -224,7 +224,7 @@ def check_checkpoints_of_other_strategies(rank: int, size: int) -> None:
     expected = plain_loop(*model_and_optimizer("adam"), batches, None)
 
     def go_on(strategy: Strategy, checkpoint: Path) -> None:
-        """Load in the midst of another training."""
+        """Load the checkpoint during another training."""
         model, optimizer = strategy.prepare(*model_and_optimizer("adam"))
         plain_loop(model, optimizer, batches[3:], strategy)
         assert strategy.load(checkpoint) == {"epoch": 2}
@@ -266,7 +266,7 @@ def _loss(model: nn.Module, step: int, part: int = 0, parts: int = 1) -> Tensor:
 
 
 def _on_mesh(names: tuple[str, str], spread: Callable[[nn.Module, Any], None], steps: int = 4) -> None:
-    """Train on a mesh of 2 by 2 what `spread` puts there, with half of the data on each half; compare the losses."""
+    """Train a model that `spread` places on a mesh of 2 by 2. Each half has half of the data. Compare the losses."""
     model, expected = _alone(steps)
     meet_again()
     dist.init_process_group("paceline")

@@ -42,7 +42,7 @@ def check_accumulation_evaluation_and_clipping(rank: int, size: int) -> None:
 def failing_loop(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, strategy: Strategy | None
 ) -> list[float]:
-    """Raise an exception in every other forward and in every third backward, and continue with the next batch."""
+    """Raise an exception in every second forward and in every third backward, and continue with the next batch."""
     inner: Any = model.blocks
     losses = []
 
@@ -165,7 +165,7 @@ class Scaled(nn.Module):
 
 
 def train_scaled(strategy: Strategy, change: Callable[[Any], Any] = lambda model: None) -> list[float]:
-    """Train by losses of the model, of a method and of its parameters; return numbers that are global."""
+    """Train with losses of the model, of a method and of its parameters; return numbers that are equal on all ranks."""
     torch.manual_seed(1)
     model = Scaled()
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -263,7 +263,7 @@ def check_methods_and_arguments_except_forward(rank: int, size: int) -> None:
     meet_again()
     with Sharded(device="cpu") as strategy:
         model = strategy.prepare(copy.deepcopy(alone))
-        torch.testing.assert_close(model(x, model.encoder.weight.new_ones(4)), expected)  # a DTensor
+        torch.testing.assert_close(model(x, model.encoder.weight.new_ones(4)), expected)  # this parameter is a DTensor
         torch.testing.assert_close(model(x, shift=model.encoder.bias.detach()), alone(x, shift))
         torch.testing.assert_close(model.decode(code), alone.decode(code))
         register_fsdp_forward_method(model, "decode")

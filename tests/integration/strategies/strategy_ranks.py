@@ -1,4 +1,4 @@
-"""One rank of the tests: run every check of a module, and write the results.
+"""The program of one rank: run every check of a module, and write the results.
 
     python strategy_ranks.py MODULE FOLDER
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 
 def main(module: str, folder: Path) -> None:
-    """Carry out the checks."""
+    """Run the checks."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 _SIZE = 3
-"""Use a number of ranks that is no power of two. ``test_equal_results.py`` covers two ranks."""
+"""The number of ranks is no power of two. ``test_equal_results.py`` covers two ranks."""
 
 
 @pytest.mark.timeout(240)
@@ -36,7 +36,7 @@ def test_all_reduce(tmp_path: Path) -> None:
         pytest.param("cuda", "paceline", marks=pytest.mark.gpu),
     ],
 )
-def test_a_single_rank_does_as_one_device(device: str, backend: str | None) -> None:
+def test_a_single_rank_equals_one_device(device: str, backend: str | None) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     from paceline.torch import AllReduce, OneDevice, Strategy

@@ -1,4 +1,4 @@
-"""Mistakes of a script on one rank, under `paceline run` and all strategies: one sentence, no hang."""
+"""Mistakes of a script on one rank, with `paceline run` and all strategies: a message of one sentence, no hang."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(folder: Path, strategy: str, case: str) -> tuple[int | None, str, str]:
         ("replace", "rank 1: parameter '0.weight' was replaced after prepare()"),
     ],
 )
-def test_the_error_blames_the_rank_with_the_mistake(tmp_path: Path, case: str, words: str) -> None:
+def test_the_error_names_the_rank_with_the_mistake(tmp_path: Path, case: str, words: str) -> None:
     status, _, err = run(tmp_path, "all-reduce", case)
     assert status == 1, err
     assert "paceline run: rank 1 of 2 failed with exit status 1" in err

@@ -37,7 +37,7 @@ TARGETS = KEYS.sum(2, keepdim=True).sin()
 EVERY_KEY = torch.arange(-8, 8)
 ONE_PROCESS: dict[str, dict[str, Any]] = {"one-device": {}, "mirrored": {"replicas": 2}}
 SEVERAL = {"all-reduce": "hybrid", "parameter-server": "all-reduce", "hybrid": "parameter-server"}
-"""Pairs of strategies: each loads the other one's checkpoint and the checkpoint of one device.
+"""Pairs of strategies: each strategy loads the checkpoint of the other strategy and the checkpoint of one device.
 
 One process loads all checkpoints.
 """
@@ -45,7 +45,7 @@ PATIENCE_S = 180.0
 
 
 class Net(nn.Module):
-    """Rows, tied weights, a parameter that is frozen, and a buffer."""
+    """A model with embedding rows, tied weights, a frozen parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,13 +77,13 @@ def prepared(chosen: Strategy, make: Callable[[Net], Optimizer] = adam) -> tuple
     """Return the original model, the prepared model, the optimizer and the scheduler."""
     net = Net()
     optimizer = make(net)
-    # Its milestones have numbers as keys: one before the checkpoint and one after.
+    # The milestones are a dictionary with numbers as keys: one before the checkpoint and one after it.
     scheduler = MultiStepLR(optimizer, [BEFORE - 2, BEFORE + 2], 0.5)
     return net, *chosen.prepare(net, optimizer, scheduler=scheduler)
 
 
 def train(chosen: Strategy, parts: tuple[Net, Any, Any, Any], steps: range) -> None:
-    """Train on this rank's share of each batch: the same loop under every strategy."""
+    """Train on this rank's share of each batch. The loop is the same for every strategy."""
     _, model, optimizer, scheduler = parts
     for step in steps:
         keys, targets = (all_of_it[step].chunk(chosen.world_size)[chosen.rank] for all_of_it in (KEYS, TARGETS))
@@ -94,7 +94,7 @@ def train(chosen: Strategy, parts: tuple[Net, Any, Any, Any], steps: range) -> N
 
 
 def values_of(chosen: Strategy, net: Net) -> list[Tensor]:
-    """Return the parameters, the buffer, and the rows of all keys, on every rank the same."""
+    """Return the parameters, the buffer, and the rows of all keys. They are equal on all ranks."""
     chosen.gather_values()
     chosen.barrier()
     with torch.no_grad():
@@ -107,12 +107,12 @@ def save(name: str, folder: Path, **options: Any) -> None:
     with strategy(name, device="cpu", **options) as chosen:
         parts = prepared(chosen)
         if chosen.is_main and chosen.embedder is not None and chosen.optimizer is not None:
-            for table in chosen.embedder.tables.values():  # the servers may have had another strategy's
+            for table in chosen.embedder.tables.values():  # the servers may have another strategy's rows
                 table.clear()
                 table.set_update(rule_of(chosen.optimizer, chosen.optimizer.param_groups[1]))
         chosen.barrier()
         train(chosen, parts, range(BEFORE))
-        parts[0].scale.fill_(1.25 if chosen.is_main else 7.0)  # rank 0's counts
+        parts[0].scale.fill_(1.25 if chosen.is_main else 7.0)  # the checkpoint has the value of rank 0
         chosen.save(folder, epoch=3, best=math.inf, names=("a", "b"))
 
 
@@ -143,14 +143,14 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def main(folder: Path) -> None:
-    """Run one rank: save under every strategy with several processes, then load under each."""
+    """Run one rank: save with every strategy of several processes, and then load with each strategy."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     expected = [torch.tensor(values) for values in json.loads((folder / "expected").read_text())]
     number = 0
 
     def meet() -> None:
-        """Have the next strategy meet in its own part of the store."""
+        """Give the next strategy its own part of the store."""
         nonlocal number
         number += 1
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
@@ -169,7 +169,7 @@ def main(folder: Path) -> None:
 
 
 def check_failures(rank: int, folder: Path) -> list[str]:
-    """Return the message of each failure of one rank on this rank. Afterwards the strategy still works."""
+    """Return the messages on this rank for each failure of one rank. Check that the strategy works afterwards."""
     failure_texts = []
     with strategy("all-reduce", device="cpu") as chosen:
         prepared(chosen)
@@ -252,7 +252,7 @@ def test_every_strategy_loads_checkpoints_of_all_other_strategies(tmp_path: Path
 
 @pytest.fixture
 def one_thread() -> Any:
-    """Use one thread: threads inside an operator wait for one another if other tests use the cores."""
+    """Use one thread, because threads of an operator wait for one another if other tests use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -287,14 +287,14 @@ def amsgrad(net: Net) -> Optimizer:
         (amsgrad, r"parameter group 0 .* Adam with exp_avg, exp_avg_sq, step, .* exp_avg_sq, max_exp_avg_sq"),
     ],
 )
-def test_another_optimizer(kept: Path, make: Callable[[Net], Optimizer], message: str) -> None:
+def test_checkpoints_of_another_optimizer(kept: Path, make: Callable[[Net], Optimizer], message: str) -> None:
     with strategy("one-device", device="cpu") as chosen:
         prepared(chosen, make)
         with pytest.raises(ModelError, match=message):
             chosen.load(kept)
 
 
-def test_another_optimizers_class_and_rule(tmp_path: Path) -> None:
+def test_another_optimizer_class_with_the_same_rule(tmp_path: Path) -> None:
     def with_momentum(momentum: float) -> tuple[Strategy, Optimizer]:
         chosen, model = strategy("one-device", device="cpu"), nn.Linear(2, 1)
         return chosen, chosen.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum))[1]
@@ -313,7 +313,7 @@ def test_another_optimizers_class_and_rule(tmp_path: Path) -> None:
             other.load(tmp_path / "a")
 
 
-def test_another_model(kept: Path) -> None:
+def test_a_checkpoint_of_another_model_is_rejected(kept: Path) -> None:
     def error_of(model: nn.Module) -> str:
         with strategy("one-device", device="cpu") as chosen:
             chosen.prepare(model)
@@ -332,8 +332,8 @@ def test_another_model(kept: Path) -> None:
     assert "embedding 'deep' as sparse(dim=4, Adam(lr=0.025, " in error_of(initialized)
 
 
-def test_rows_are_loaded_to_be_read_only(kept: Path) -> None:
-    """Without an optimizer tables have no state."""
+def test_rows_can_be_loaded_without_an_optimizer(kept: Path) -> None:
+    """Without an optimizer, tables have no state."""
     with strategy("one-device", device="cpu") as chosen, torch.no_grad():
         net = Net()
         chosen.prepare(net)
@@ -371,8 +371,8 @@ def test_invalid_checkpoints_are_rejected(kept: Path, tmp_path: Path) -> None:
     assert chosen.load(kept)["epoch"] == 3
 
 
-def test_schedulers_go_on(tmp_path: Path) -> None:
-    """State of any kind: infinity, counters, nested schedulers, and tensors as learning rates."""
+def test_schedulers_continue_from_a_checkpoint(tmp_path: Path) -> None:
+    """The states contain infinity, counters, nested schedulers, and tensors as learning rates."""
     makers: list[Callable[[Optimizer], Any]] = [
         lambda optimizer: ReduceLROnPlateau(optimizer, patience=1),
         lambda optimizer: MultiStepLR(optimizer, [2, 4, 5, 5]),
@@ -404,7 +404,7 @@ def test_schedulers_go_on(tmp_path: Path) -> None:
                 chosen.save(tmp_path / str(number))
             rates.append([step(parts) for _ in range(5)])
         assert rates[0] == rates[1]
-        assert len(set(rates[0])) > 1, "nothing was scheduled"
+        assert len(set(rates[0])) > 1, "the scheduler must change the rate"
 
 
 if __name__ == "__main__":
@@ -430,7 +430,7 @@ def test_a_checkpoint_holds_every_model_and_optimizer(tmp_path: Path) -> None:
     with strategy("one-device", device="cpu") as chosen:
 
         def save_twice() -> None:
-            for _ in range(2):  # the second one replaces the files of the first
+            for _ in range(2):  # the second checkpoint replaces the files of the first
                 chosen.save(tmp_path / "gan")
 
         expected = train(chosen, save_twice)

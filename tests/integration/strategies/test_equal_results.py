@@ -1,4 +1,4 @@
-"""The guarantee of all strategies: one training loop has one result.
+"""All strategies guarantee that a training loop has the same result with each strategy.
 
 The ranks of strategies with several processes run this file as a program. Two processes serve all strategies one after
 another, because importing torch takes seconds.
@@ -87,7 +87,7 @@ def train(
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Use one thread: threads inside an operator wait for one another if other tests use the cores."""
+    """Use one thread, because threads of an operator wait for one another if other tests use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -153,7 +153,7 @@ def test_every_strategy_gives_the_result_of_one_device(tmp_path: Path) -> None:
 def assert_close(
     expected: torch.Tensor, found: dict[str, torch.Tensor], results: list[dict[str, list[float]]], case: str
 ) -> None:
-    """Compare the parameters of one process with the parameters under each strategy, on every rank."""
+    """Compare the parameters of one process with the parameters of each strategy, on every rank."""
     for rank, values in enumerate(results):
         for name in SEVERAL:
             found[f"{name}, rank {rank}"] = torch.tensor(values[f"{name}, {case}"])
@@ -162,7 +162,7 @@ def assert_close(
 
 
 def main(folder: Path, clusters: dict[str, str]) -> None:
-    """Run one rank: train under the strategies with several processes, and write the values of each."""
+    """Run one rank: train with the strategies of several processes, and write the values of each strategy."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     results: dict[str, list[float]] = {}

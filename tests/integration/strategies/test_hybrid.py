@@ -1,4 +1,4 @@
-"""``Hybrid`` with two processes and a server; embeddings on servers without one."""
+"""``Hybrid`` with two processes and a server, and ``Hybrid`` without servers."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_program_may_name_the_servers(monkeypatch: pytest.MonkeyPatch) -> None
         assert not torch.distributed.is_initialized()
 
 
-def test_rows_are_requested_an_iteration_ahead() -> None:
-    """Under bounded delay they lack this worker's own last update; a request of its own has it."""
+def test_rows_are_requested_one_iteration_in_advance() -> None:
+    """With bounded delay, prefetched rows lack this worker's last update. A separate request has it."""
     with (
         paceline.local_cluster(servers=2, consistency=BoundedDelay(tau=2)) as cluster,
         cluster.connect(rank=0) as client,
@@ -72,12 +72,12 @@ def test_rows_are_requested_an_iteration_ahead() -> None:
             rows.sum().backward()
             optimizer.step()
         assert client.clock == 5
-        # The positions of keys were known after the first batch, too late for the second.
+        # The first batch shows the positions of keys. Then it is too late to prefetch the second batch.
         assert seen == [0, -1, -1, -2, -3]
         assert embedding(torch.tensor([7])).item() == -5
         table = embedder.tables["embedding"]
         declared = client.sparse_table("embedding", update=paceline.SGD(lr=1.0), filters=[paceline.KeyCaching()])
-        assert len(declared) == len(table)  # other filters would be refused
+        assert len(declared) == len(table)  # other filters would be rejected
         assert (len(table), table.is_shared) == (7, True)
         kept = [(keys.copy(), records.copy()) for keys, records in table.items()]
         table.clear()

@@ -1,4 +1,4 @@
-"""Every idiom of the conformance suite has the result of one device under every strategy, or is refused."""
+"""Every idiom of the conformance suite equals one device with every strategy, or is rejected."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SAMPLE_CELLS = {
     for strategies in (conformance.ONE_PROCESS, conformance.SEVERAL)
     for number, name in enumerate(strategies)
 }
-"""Each idiom under a strategy of one process and under a strategy of several processes."""
+"""Each idiom with a strategy of one process and with a strategy of several processes."""
 
 
 def run_idioms(plan: conformance.Plan) -> dict[str, dict[str, str]]:
-    """Return the cells by idiom and strategy. Each cell is equal to one device, or refused with a sentence."""
+    """Return the results by idiom and strategy: equal to one device, or rejected with a message."""
 
     def start(command: list[str], env: dict[str, str]) -> WarmProcess:
         return WarmProcess([idiom_variants.__file__, *command[3:]], kind="torch", env=env)
@@ -45,7 +45,7 @@ def run_idioms(plan: conformance.Plan) -> dict[str, dict[str, str]]:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(480)
-def test_every_variant_is_as_on_one_device_or_refused_with_a_sentence() -> None:
+def test_every_variant_equals_one_device_or_is_rejected_with_a_message() -> None:
     run_idioms(dict.fromkeys(STRATEGIES, idiom_variants.VARIANTS))
 
 
@@ -53,7 +53,7 @@ def test_every_variant_is_as_on_one_device_or_refused_with_a_sentence() -> None:
 @pytest.mark.parametrize(
     "plan", [pytest.param(SAMPLE_CELLS, id="some"), pytest.param(ALL_CELLS, id="all", marks=pytest.mark.thorough)]
 )
-def test_idioms_equal_one_device_or_are_refused_as_documented(plan: conformance.Plan) -> None:
+def test_idioms_equal_one_device_or_are_rejected_as_documented(plan: conformance.Plan) -> None:
     cells = run_idioms(plan)
     for name in STRATEGIES:
         row = [cells[idiom][name] for idiom in plan[name]]

@@ -23,7 +23,7 @@ MakeOptimizer = Callable[[Any], Optimizer]
 
 
 class CopyingMirrored(Mirrored):
-    """Each replica has separate copies, as on several devices."""
+    """A strategy whose replicas have separate copies, like on several devices."""
 
     def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
         values = super().replica_values(optimizers)
@@ -32,7 +32,7 @@ class CopyingMirrored(Mirrored):
 
 
 class CopyingStorage(CentralStorage):
-    """The storage is on another device than the replicas."""
+    """A strategy whose storage is separate from the replicas, like on another device."""
 
     def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
         values = super().replica_values(optimizers)
@@ -49,7 +49,7 @@ STRATEGIES = [Mirrored, CentralStorage, CopyingMirrored, CopyingStorage]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Use one thread: threads inside an operator wait for one another if other tests use the cores."""
+    """Use one thread, because threads of an operator wait for one another if other tests use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -154,7 +154,7 @@ def test_copies_see_writes_through_data(kind: type[Strategy], has_optimizer: boo
 
 
 class Everything(nn.Module):
-    """Nested arguments and outputs, a loss as a number, buffers, state, a frozen and a tied parameter, a method."""
+    """A model with nested arguments and outputs, a scalar loss, buffers, state, frozen and tied parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_a_model_may_have_branches_and_side_effects(kind: type[Strategy]) -> Non
         assert (parameter.grad is None) == (other.grad is None), name
         if parameter.grad is not None and other.grad is not None:
             assert torch.allclose(parameter.grad, other.grad, atol=1e-5), name
-    # The buffers are those of replica 0, which has the first half of the batch.
+    # The buffers are the buffers of replica 0, which has the first half of the batch.
     assert module.calls == 1
     kept = nn.BatchNorm1d(3)
     kept(x[:4])
@@ -240,7 +240,7 @@ def test_hooks_autocast_accumulation_and_clipping() -> None:
 
 
 class Heated(nn.Module):
-    """A model with something of its own."""
+    """A model with an additional attribute and method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Heated(nn.Module):
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_the_prepared_model_is_the_users(kind: type[Mirrored]) -> None:
+def test_the_prepared_model_has_the_attributes_of_the_users_model(kind: type[Mirrored]) -> None:
     module = Heated()
     before = (list(module.state_dict()), [name for name, _ in module.named_modules()], repr(module))
     strategy = kind(replicas=2, device="cpu")
@@ -274,7 +274,7 @@ def test_the_prepared_model_is_the_users(kind: type[Mirrored]) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_copy_of_the_prepared_model_computes_by_itself(copied: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_of_the_prepared_model_is_independent(copied: Callable[[nn.Module], nn.Module]) -> None:
     module = Heated()
     with Mirrored(replicas=2, device="cpu") as strategy:
         prepared, _ = strategy.prepare(module, momentum(module.parameters()))
@@ -301,7 +301,7 @@ def test_a_custom_forward_and_hooks_on_the_complete_batch() -> None:
 
 
 def test_a_module_compiled_in_place_has_gradients() -> None:
-    """Compiled code has the module's own parameters; the replicas do without it."""
+    """Compiled code is bound to the module's parameters, so replicas run the uncompiled code."""
     module = Heated()
     module.body.compile(backend="eager")
     with CopyingMirrored(replicas=2, device="cpu") as strategy:

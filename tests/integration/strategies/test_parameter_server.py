@@ -39,7 +39,7 @@ TARGETS = INPUTS.sum(-1, keepdim=True).sin()
 
 
 class Net(nn.Module):
-    """Small and large parameters, a parameter that a module reads without calling its owner, and a frozen parameter."""
+    """A model with small, large and frozen parameters, and a parameter that another module reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def adam(model: Net) -> Optimizer:
 
 @pytest.fixture(scope="module")
 def clusters() -> Iterator[Callable[[Consistency, int], LocalCluster]]:
-    """Clusters by their settings; each serves several trainings, one after the other."""
+    """Clusters by their settings. Each cluster is used for several trainings, one after the other."""
     made: dict[str, LocalCluster] = {}
     with contextlib.ExitStack() as stack:
 
@@ -101,7 +101,7 @@ def cluster(
     monkeypatch: pytest.MonkeyPatch,
     clusters: Callable[[Consistency, int], LocalCluster],
 ) -> LocalCluster:
-    """A cluster with settings by `indirect` parameters; in its ranks' threads a strategy meets these and it."""
+    """A cluster with settings from `indirect` parameters. Strategies in the threads of its ranks use this cluster."""
     found = clusters(*getattr(request, "param", (MEAN, 1)))
     monkeypatch.setattr(parameter_server, "connect_workers", lambda name, rank, timeout: found.connect(rank=rank))
     monkeypatch.setattr(Ranks, "meet", lambda timeout: _ranks.here)
@@ -175,7 +175,7 @@ CASES: dict[Consistency, Any] = {
 
 
 @pytest.mark.parametrize("cluster", SETTINGS, indirect=True, ids=lambda found: f"{found[0]}, {found[1]}")
-def test_sequential_is_one_device_on_the_joined_batch(cluster: LocalCluster) -> None:
+def test_sequential_training_equals_one_device_with_the_joined_batch(cluster: LocalCluster) -> None:
     for make, clip in CASES[cluster.consistency]:
         expected, optimizer = train_alone(make, clip)
 
@@ -186,13 +186,13 @@ def test_sequential_is_one_device_on_the_joined_batch(cluster: LocalCluster) -> 
             expected: Net = expected,
             optimizer: Optimizer = optimizer,
         ) -> None:
-            with ParameterServer(bucket_mb=0.02, overlap=rank == 0) as strategy:  # the order of the pushes is free
+            with ParameterServer(bucket_mb=0.02, overlap=rank == 0) as strategy:  # pushes may have any order
                 model = train(strategy, rank, make, clip)
                 torch.testing.assert_close(values_of(model), values_of(expected), rtol=0, atol=1e-5)
                 state = strategy.gather_optimizer_state()
                 copied = copy.deepcopy(model)
             assert type(copied.first._parameters) is dict
-            assert type(model.first._parameters) is dict, "the strategy has not let go of the module"
+            assert type(model.first._parameters) is dict, "the strategy still refers to the module"
             if rank == 0:
                 assert state.keys() == optimizer.state_dict()["state"].keys()
                 for number, entry in optimizer.state_dict()["state"].items():
@@ -225,7 +225,7 @@ def test_asynchronous_training_learns(cluster: LocalCluster) -> None:
 
 @pytest.mark.parametrize("cluster", [(Eventual(), 2)], indirect=True)
 def test_no_rank_waits_under_eventual_consistency(cluster: LocalCluster) -> None:
-    """Rank 1 does nothing, so rank 0's training equals the training of one process on the same data."""
+    """Rank 1 does not train, so the training of rank 0 equals the training of one process on the same data."""
     expected = copy.deepcopy(NET)
     alone = momentum(expected)
     for inputs, targets in zip(INPUTS[:, 0], TARGETS[:, 0], strict=True):
@@ -250,7 +250,7 @@ def test_no_rank_waits_under_eventual_consistency(cluster: LocalCluster) -> None
 
 
 def test_servers_continue_from_the_state_of_a_torch_optimizer(cluster: LocalCluster) -> None:
-    """Ten steps of torch, ten of servers that take over its state: as twenty of torch."""
+    """Ten steps of torch and ten steps of servers with torch's state equal twenty steps of torch."""
     half, optimizer = train_alone(adam, steps=STEPS // 2)
     state = optimizer.state_dict()
     for group in state["param_groups"]:
@@ -269,7 +269,7 @@ def test_servers_continue_from_the_state_of_a_torch_optimizer(cluster: LocalClus
             optimizer.load_state_dict(copy.deepcopy(state))
             for inputs, targets in zip(INPUTS[10:, rank], TARGETS[10:, rank], strict=True):
                 optimizer.zero_grad()
-                with strategy.accumulate():  # half of the batch, and sent with the other
+                with strategy.accumulate():  # the gradient of half of the batch is sent with the other half
                     backward(loss_of(prepared, inputs[:2], targets[:2]) / 2)
                 backward(loss_of(prepared, inputs[2:], targets[2:]) / 2)
                 optimizer.step()
@@ -284,7 +284,7 @@ def test_servers_continue_from_the_state_of_a_torch_optimizer(cluster: LocalClus
 
 
 def test_no_rank_waits_for_a_rank_without_batches(cluster: LocalCluster) -> None:
-    """Rank 0 has 2 batches and rank 1 has 4. In both epochs, iterations 2 and 3 use the batches of rank 1 alone."""
+    """Rank 0 has 2 batches and rank 1 has 4. In both epochs, iterations 2 and 3 use only batches of rank 1."""
     expected = copy.deepcopy(NET)
     optimizer = momentum(expected)
     for _ in range(2):
@@ -374,7 +374,7 @@ def test_wrong_use_is_reported(cluster: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize("cluster", [(MEAN, 1), (Eventual(), 1)], indirect=True)
-def test_updates_by_hand_are_refused(cluster: LocalCluster) -> None:
+def test_manual_updates_of_parameters_are_rejected(cluster: LocalCluster) -> None:
     def check(rank: int) -> None:
         with ParameterServer() as strategy:
             model = strategy.prepare(copy.deepcopy(NET))
@@ -404,18 +404,18 @@ def test_a_program_may_name_the_servers(cluster: LocalCluster) -> None:
         assert message in str(caught.value)
     with cluster.connect(observer=True) as observer:
         members = observer.link.get_view()
-    assert members.of_role(Role.WORKER) == ()  # the refused rank has left
+    assert members.of_role(Role.WORKER) == ()  # the rejected rank has left
 
 
 @pytest.mark.parametrize("cluster", [(MEAN, 1)], indirect=True)
-def test_sequential_is_sequential_however_gradients_are_joined(cluster: LocalCluster) -> None:
+def test_sequential_training_equals_one_device_with_sums_and_means(cluster: LocalCluster) -> None:
     _ranks.here = Ranks()
     ParameterServer(consistency=Sequential()).close()
     with pytest.raises(UsageError, match="with consistency=bounded:0, but"):
         ParameterServer(consistency=BoundedDelay(tau=0))
 
 
-def test_no_rule_and_no_float32_are_reported(cluster: LocalCluster) -> None:
+def test_missing_rules_and_unsupported_dtypes_are_reported(cluster: LocalCluster) -> None:
     def check(rank: int) -> None:
         with ParameterServer() as strategy, pytest.raises(UsageError, match="LBFGS computes with complete parameters"):
             strategy.prepare(copy.deepcopy(NET), torch.optim.LBFGS(NET.parameters()))

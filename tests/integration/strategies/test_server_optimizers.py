@@ -1,4 +1,4 @@
-"""Every element-wise optimizer of torch, with every option, under ``ParameterServer``: as on one device."""
+"""With ``ParameterServer``, every element-wise optimizer of torch with every option equals one device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    """Two servers that replicate, for two workers."""
+    """Two servers with replication, for two workers."""
     with paceline.local_cluster(servers=2, workers=2, consistency=Sequential(aggregate="mean"), replicas=1) as found:
         yield found
 
@@ -114,11 +114,11 @@ def check_equal(found: nn.Module, expected: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_servers_do_as_one_device(name: str, run: Any, tmp_path: Path) -> None:
+def test_updates_by_servers_equal_one_device(name: str, run: Any, tmp_path: Path) -> None:
     expected = alone(OPTIMIZERS[name])
 
     def reload(strategy: ParameterServer, number: int) -> None:
-        if number == STEPS // 2:  # the state goes through torch's form and back
+        if number == STEPS // 2:  # convert the state to torch's form and back
             strategy.save(tmp_path / "kept")
             strategy.load(tmp_path / "kept")
 
@@ -126,8 +126,8 @@ def test_servers_do_as_one_device(name: str, run: Any, tmp_path: Path) -> None:
         check_equal(found, expected)
 
 
-def test_the_states_of_a_killed_server_are_on_the_replicas(run: Any, cluster: LocalCluster) -> None:
-    """The optimizer has the most states. Another server is filled while the training continues."""
+def test_replicas_have_the_states_of_a_killed_server(run: Any, cluster: LocalCluster) -> None:
+    """The optimizer has the largest number of states. Another server is filled while the training continues."""
     expected = alone(OPTIMIZERS["NAdam"])
 
     def kill(strategy: ParameterServer, number: int) -> None:

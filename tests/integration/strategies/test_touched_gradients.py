@@ -122,7 +122,7 @@ def unscale(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 
 @pytest.mark.parametrize("hands", [clip_norm, clip_values, clip_sometimes, through_data, replace, unscale])
-def test_a_change_counts_as_on_one_device(cluster: LocalCluster, hands: Hands) -> None:
+def test_a_change_has_the_same_effect_as_on_one_device(cluster: LocalCluster, hands: Hands) -> None:
     expected = train(make(), hands, None)
 
     def check(rank: int) -> list[Tensor]:
@@ -200,7 +200,7 @@ def test_a_change_of_a_rank_s_own_gradients_is_refused(cluster: LocalCluster) ->
     run(check)
 
 
-def test_under_bounded_delay_gradients_are_the_rank_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_bounded_delay_a_rank_reads_its_own_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with strongly clipped gradients each move the model by their own clipped step."""
     with paceline.local_cluster(workers=2, consistency=BoundedDelay(tau=1)) as cluster:
         _join(cluster, monkeypatch)
@@ -253,10 +253,10 @@ def test_parameters_are_written_before_the_first_step_under_bounded_delay(monkey
         def check(rank: int) -> None:
             with ParameterServer() as strategy:
                 model, optimizer = strategy.prepare(*make())
-                nn.init.constant_(model[0].bias, 100.0)  # in the flat part of tanh
+                nn.init.constant_(model[0].bias, 100.0)  # these inputs are in the flat part of tanh
                 train((model, optimizer), lambda *_: None, rank)
                 assert torch.equal(model[0].bias, torch.full((16,), 100.0))
-                strategy.barrier()  # from this step on gradients are not zero
+                strategy.barrier()  # in later steps, gradients are not zero
                 nn.init.zeros_(model[0].bias)
                 with pytest.raises(
                     UsageError, match=rf"rank {rank}: parameter '0.bias' was written .* bounded:1 other ranks'"
@@ -266,8 +266,8 @@ def test_parameters_are_written_before_the_first_step_under_bounded_delay(monkey
         run(check)
 
 
-def test_every_use_of_a_parameter_waits_for_the_values(cluster: LocalCluster) -> None:
-    """References of the program's own too, in lists, and to a version that counts as changed."""
+def test_every_use_of_a_parameter_waits_for_its_values(cluster: LocalCluster) -> None:
+    """This also holds for the program's references in lists."""
 
     def check(rank: int) -> None:
         with ParameterServer() as strategy:

@@ -207,7 +207,7 @@ def check_asynchronous_calls(rank: int, size: int) -> None:
     tensors = [torch.full((1000,), float(rank + number)) for number in range(20)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     last = torch.tensor([rank])
-    dist.all_reduce(last)  # waits its turn
+    dist.all_reduce(last)  # this call waits for its turn
     assert last.item() == 3
     for number, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
         assert work is not None
@@ -285,7 +285,7 @@ def check_functional_collectives(rank: int, size: int) -> None:
     assert (exchanged + 0).tolist() == [float(other) for other in range(size) for _ in range(rank + 1)]
 
 
-def check_callers_mistakes(rank: int, size: int) -> None:
+def check_mistakes_of_callers(rank: int, size: int) -> None:
     compressed: Any = torch.zeros(2, 2).to_sparse_csr()
     mistakes: list[Callable[[], object]] = [
         lambda: dist.all_gather([torch.zeros(1)], torch.zeros(1)),
@@ -322,7 +322,7 @@ def check_monitored_barrier(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def last_destroyed_groups_leave_nothing_and_can_be_made_again(rank: int, size: int) -> None:
+def last_destroyed_groups_leave_no_resources_and_can_be_created_again(rank: int, size: int) -> None:
     store = c10d._get_default_store()
     num_open: list[int] = []
     for _ in range(4):

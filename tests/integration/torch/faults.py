@@ -62,13 +62,13 @@ def check_waiting_with_a_timeout(rank: int, size: int) -> None:
     dist.barrier()
     if rank == 0:
         assert work is not None
-        work.wait()  # it has continued
+        work.wait()  # the other rank has continued
     else:
         dist.all_reduce(tensor, group=group)
     assert tensor.item() == size
 
 
-def check_abort_ends_a_call_under_way(rank: int, size: int) -> None:
+def check_abort_ends_a_running_call(rank: int, size: int) -> None:
     group = dist.new_group()
     if rank == 0:
         work = dist.barrier(group, async_op=True)

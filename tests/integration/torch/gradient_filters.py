@@ -1,4 +1,4 @@
-"""Checks of gradients with filters: a model trains as well as without, and replicas stay equal."""
+"""With filters of gradients, a model trains as well as without filters, and replicas stay equal."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from paceline.launch import load_kernels
 
 
 def main(folder: Path, sizes: dict[str, int]) -> None:
-    """Start the ranks of all modules and record how each one ends. In a rank, run the checks."""
+    """Start the ranks of all modules and record their ends. In a rank, run the checks."""
     modules = {name: importlib.import_module(name) for name in sizes}
     load_kernels()
     processes: dict[str, list[int]] = {}
@@ -45,7 +45,7 @@ def main(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def work(module: ModuleType, rank: int, size: int, folder: Path) -> None:
-    """Meet the others, and carry out the checks."""
+    """Join the other ranks, and run the checks."""
     os.dup2(os.open(folder / f"errors {rank}", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -33,7 +33,7 @@ class Run:
     errors: list[str]
     codes: list[int]
     reports: dict[str, list[str]] = field(default_factory=dict)
-    """The errors of each rank by check; empty if all is well."""
+    """The errors of each rank by check; empty if all checks passed."""
 
 
 def _read(folder: Path, size: int) -> Run:
@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = shared / "torch ranks"
-    with (shared / "torch lock").open("w") as lock:  # the first of pytest's workers runs them, for all
+    with (shared / "torch lock").open("w") as lock:  # the first worker of pytest runs the ranks for all workers
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             folder.mkdir()
@@ -85,7 +85,7 @@ def test_backend(runs: dict[str, Run], module: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("module", _SIZES)
-def test_ranks_end_by_themselves(runs: dict[str, Run], module: str) -> None:
+def test_ranks_end_without_being_killed(runs: dict[str, Run], module: str) -> None:
     run = runs[module]
     expected = [-9 if rank == _KILLED.get(module) else 0 for rank in range(run.size)]
     assert run.codes == expected, run.errors

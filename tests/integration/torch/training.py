@@ -52,11 +52,11 @@ def check_data_parallel(rank: int, size: int) -> None:
 
 
 def _bf16_compress(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """PyTorch permits it with NCCL only, by the name of the backend."""
+    """A copy of PyTorch's hook, which PyTorch permits only for NCCL."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-_bf16_compress.__annotations__.clear()  # PyTorch compares annotations, and cannot read text annotations
+_bf16_compress.__annotations__.clear()  # PyTorch compares annotations, but not annotations that are text
 
 
 def check_comm_hooks(rank: int, size: int) -> None:
@@ -140,7 +140,7 @@ def check_a_failed_collective_fails_the_backward_pass(rank: int, size: int) -> N
         model = DistributedDataParallel(_model(), process_group=group)
         if hook is not None:
             model.register_comm_hook(group, hook)
-        for _ in range(3):  # until the buckets are not rebuilt any longer
+        for _ in range(3):  # train until the buckets are no longer rebuilt
             torch.autograd.backward(model(torch.ones(1, 20)).sum())
         output = model(torch.ones(1, 20)).sum()
         dist.barrier()

@@ -35,7 +35,7 @@ def transport() -> SocketTransport:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TLS]:
-    """TLS files of our certificate authority (``ours``, ``misnamed``) and of another authority."""
+    """TLS files of one certificate authority (``ours``, ``misnamed``) and of another authority."""
     folder: Path = tmp_path_factory.mktemp("tls")
     authority, foreign = trustme.CA(), trustme.CA()
     authority.cert_pem.write_to_path(str(folder / "ca.pem"))

@@ -11,15 +11,15 @@ from typing import TypeAlias
 from paceline.transport import HEADER_BYTES, Address, unpack_header
 
 Meddle: TypeAlias = Callable[[int, bytes], list[bytes]]
-"""Function of the client's frame number and the frame's bytes to the bytes that are sent instead."""
+"""A function of the number and the bytes of a client's frame; it returns the bytes to send instead."""
 
 
 class Relay:
     """A relay that listens at :attr:`address`."""
 
-    def __init__(self, server: Address, meddle: Meddle, tag_bytes: int) -> None:
+    def __init__(self, server: Address, change: Meddle, tag_bytes: int) -> None:
         self._server = (server.host, server.port)
-        self._meddle = meddle
+        self._meddle = change
         self._tag_bytes = tag_bytes
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = []
@@ -46,7 +46,7 @@ class Relay:
                 while head := frames.read(HEADER_BYTES):
                     header = unpack_header(head)
                     remaining = (header.meta_bytes + 7 & -8) + (header.body_bytes + 7 & -8)
-                    frame = head + frames.read(remaining + (self._tag_bytes if number else 0))  # the first is the HELLO
+                    frame = head + frames.read(remaining + (self._tag_bytes if number else 0))  # first: HELLO
                     for changed in self._meddle(number, frame):
                         server.sendall(changed)
                     number += 1
@@ -83,9 +83,9 @@ def _shut(connected: socket.socket) -> None:
 
 
 @contextmanager
-def relay(server: Address, meddle: Meddle = lambda number, frame: [frame], *, tag_bytes: int = 16) -> Iterator[Relay]:
-    """A relay in front of a server. Every frame of the client except the first has ``tag_bytes`` at its end."""
-    between = Relay(server, meddle, tag_bytes)
+def relay(server: Address, change: Meddle = lambda number, frame: [frame], *, tag_bytes: int = 16) -> Iterator[Relay]:
+    """Yield a relay in front of a server. Each frame of the client except the first ends with ``tag_bytes``."""
+    between = Relay(server, change, tag_bytes)
     try:
         yield between
     finally:

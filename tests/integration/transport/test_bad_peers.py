@@ -1,4 +1,4 @@
-"""Peers that misbehave. Other clients of the same server continue, and no resource leaks."""
+"""Misbehaving peers do not affect other clients of the server, and no resource leaks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from paceline.transport.decoding import error_of
 
 TOKEN = "the-token-of-tests"
 WORKER = Hello(role="worker")
-_TCP_REPAIR = 19  # on Linux, a socket in this mode is closed without a packet
+_TCP_REPAIR = 19  # in this mode, Linux closes a socket without a packet
 
 
 class Bystander:
@@ -56,7 +56,7 @@ class Bystander:
         self.endpoint = served.endpoint
         self.channel = transport.connect(served.endpoint, WORKER)
 
-    def assert_unmoved(self) -> None:
+    def assert_unaffected(self) -> None:
         self.channel.send(*frame_parts(ECHO, body=b"still here"))
         assert bytes(self.channel.receive_frame(10).body) == b"still here"
 
@@ -70,9 +70,9 @@ def bystander(transport: SocketTransport) -> Iterator[Bystander]:
     with serve_in_thread(handler, transport) as served:
         witness = Bystander(transport, handler, served)
         try:
-            witness.assert_unmoved()
+            witness.assert_unaffected()
             yield witness
-            witness.assert_unmoved()
+            witness.assert_unaffected()
         finally:
             witness.channel.close()
 
@@ -88,7 +88,7 @@ def read_to_end(connected: socket.socket) -> bytes:
 
 
 def refusal(answer: bytes) -> PeerError:
-    """Return the error that a server sent: its challenge, then REFUSED."""
+    """Return the error in a server's reply, which has a challenge and then REFUSED."""
     challenge = unpack_header(answer)
     assert challenge.kind == FrameKind.CHALLENGE
     at = 40 + (challenge.meta_bytes + 7 & -8)
@@ -99,7 +99,7 @@ def refusal(answer: bytes) -> PeerError:
     return caught.value
 
 
-def test_wrong_token_is_refused_in_one_sentence(transport: SocketTransport) -> None:
+def test_a_wrong_token_is_rejected_with_one_sentence(transport: SocketTransport) -> None:
     with bystander(transport) as witness:
         for address in (witness.endpoint.tcp, witness.endpoint.unix):
             assert address is not None
@@ -126,7 +126,7 @@ def test_invalid_handshakes_are_rejected(transport: SocketTransport, sent: bytes
     with bystander(transport) as witness, witness.raw() as intruder:
         intruder.sendall(sent)
         answer = read_to_end(intruder)
-        if len(sent) < 1000:  # otherwise the reset may overtake the reason
+        if len(sent) < 1000:  # otherwise the reset may arrive before the reason
             assert type(refusal(answer)) is kind
         assert witness.served.listener.num_connections == 1
 
@@ -139,7 +139,7 @@ def test_both_ends_name_both_versions(transport: SocketTransport, caplog: pytest
         accepted, _ = future.accept()
         with accepted, client:
             accepted.sendall(challenge)
-            assert unpack_header(accepted.recv(40)).kind == FrameKind.HELLO  # so that this end can report it too
+            assert unpack_header(accepted.recv(40)).kind == FrameKind.HELLO  # so that this end can report it
             out, _ = client.communicate(timeout=60)
     assert b"VersionError" in out
     assert b"version 9" in out
@@ -185,7 +185,7 @@ def test_a_peer_killed_in_mid_frame(transport: SocketTransport) -> None:
         assert "in the middle of a frame" in str(reason)
 
 
-def test_claimed_lengths_take_no_memory(transport: SocketTransport) -> None:
+def test_claimed_lengths_allocate_no_memory(transport: SocketTransport) -> None:
     with bystander(transport) as witness:
         before = psutil.Process().memory_info()
         for size in (1 << 60, (1 << 64) - 1, (1 << 30) + 1):
@@ -198,7 +198,7 @@ def test_claimed_lengths_take_no_memory(transport: SocketTransport) -> None:
         assert after.rss - before.rss < 1 << 26
 
 
-def test_limits_are_the_callers() -> None:
+def test_the_callers_limits_are_used() -> None:
     transport = SocketTransport(TOKEN, limits=Limits(max_frame_bytes=4096))
     with bystander(transport) as witness:
         with pytest.raises(ValueError, match="at most 4096"):
@@ -209,18 +209,18 @@ def test_limits_are_the_callers() -> None:
             other.receive_header(10)
 
 
-def test_half_a_frame_then_silence_delays_no_other_peer(transport: SocketTransport) -> None:
+def test_an_incomplete_frame_delays_no_other_peer(transport: SocketTransport) -> None:
     with bystander(transport) as witness:
         silent = transport.connect(witness.endpoint, Hello(role="worker", rank=1))
         silent.send(pack_header(ECHO, body_bytes=1000), bytes(500))
         for _ in range(10):
-            witness.assert_unmoved()
+            witness.assert_unaffected()
         silent.send(bytes(500))
         assert silent.receive_header(10).body_bytes == 1000
         silent.close()
 
 
-def test_an_unfinished_handshake_ends() -> None:
+def test_an_unfinished_handshake_times_out() -> None:
     transport = SocketTransport(TOKEN, handshake_timeout_s=0.2)
     with bystander(transport) as witness, witness.raw() as mute, witness.raw() as slow:
         slow.sendall(pack_header(FrameKind.HELLO, meta_bytes=100)[:20])
@@ -248,22 +248,22 @@ def test_a_peer_without_reads_delays_no_other_peer() -> None:
         deaf = transport.connect(witness.endpoint, WORKER)
 
         def send_on_and_on() -> None:
-            for _ in range(1000):  # at last the server reads no more bytes
+            for _ in range(1000):  # finally the server stops reading
                 deaf.send(*frame_parts(ECHO, body=bytes(1 << 20)))
 
         with pytest.raises(DeadlineError, match="read no messages"):
             send_on_and_on()
-        witness.assert_unmoved()
+        witness.assert_unaffected()
 
 
-def test_a_slow_reader_gets_everything() -> None:
+def test_a_slow_reader_receives_all_frames() -> None:
     transport = SocketTransport(TOKEN, limits=Limits(max_backlog_bytes=1 << 20))
     with bystander(transport) as witness:
         channel = transport.connect(witness.endpoint, WORKER)
         body = np.arange(1 << 19)  # 4 MiB
         for number in range(3):
             channel.send(*frame_parts(ECHO, request=number, body=body[number:]))
-        witness.assert_unmoved()
+        witness.assert_unaffected()
         for number in range(3):
             into = np.empty(len(body) - number, np.int64)
             assert channel.receive(into, 10).request == number

@@ -57,7 +57,7 @@ def test_every_fault_happens_as_planned(inner: Transport) -> None:
     plan.check_all_fired()
 
 
-def test_cut_before_and_after(inner: Transport) -> None:
+def test_connections_are_cut_before_or_after_a_frame(inner: Transport) -> None:
     plan = FaultPlan(
         [
             Fault(action="cut", rank=0, step=1),
@@ -82,7 +82,7 @@ def test_cut_before_and_after(inner: Transport) -> None:
     plan.check_all_fired()
 
 
-def test_other_roles_are_left_alone(inner: Transport) -> None:
+def test_other_roles_have_no_faults(inner: Transport) -> None:
     plan = FaultPlan([Fault(action="drop", rank=0, step=0)])
     plan.add(Fault(action="drop", rank=0, step=0, role="server"))
     transport = FaultyTransport(inner, plan)
@@ -111,13 +111,13 @@ def test_faults_of_opened_peers(inner: Transport) -> None:
         other.send(*frame_parts(ECHO))
         await other_inbox.wait_frames(1)
         peer.send(*frame_parts(SILENT))
-        peer.send(*frame_parts(ECHO, request=0))  # dropped
+        peer.send(*frame_parts(ECHO, request=0))  # this frame is dropped
         peer.send(*frame_parts(ECHO, request=1, body=b"twice"))
         frames = await inbox.wait_frames(2)
         assert [(frame.header.request, bytes(frame.body)) for frame in frames] == [(1, b"twice")] * 2
         peer.send(pack_header(ECHO, request=2))
         start = time.monotonic()
-        peer.send(pack_header(ECHO, request=3))  # delayed, and so are later frames
+        peer.send(pack_header(ECHO, request=3))  # this frame and later frames are delayed
         peer.send(*frame_parts(ECHO, request=4, body=bytes(1000)))
         peer.send(*frame_parts(ECHO, request=5))
         assert peer.write_backlog_bytes >= 3 * 40 + 1000

@@ -33,7 +33,7 @@ def on_ranks(size: int, work: Callable[[int], _T]) -> list[_T]:
 
 @contextmanager
 def nodes(size: int) -> Iterator[list[Node]]:
-    """Nodes with one token, closed at the end."""
+    """Yield nodes with one token, and close the nodes at the end."""
     made = [Node(TOKEN) for _ in range(size)]
     try:
         yield made
@@ -44,7 +44,7 @@ def nodes(size: int) -> Iterator[list[Node]]:
 
 @contextmanager
 def meshes(size: int, group: str = "all") -> Iterator[list[Mesh]]:
-    """The links of a group of threads, closed at the end."""
+    """Yield the links of a group of threads, and close the links at the end."""
     with nodes(size) as made:
         infos = [node.info for node in made]
         links = [Mesh(node, group, rank, infos) for rank, node in enumerate(made)]
@@ -57,7 +57,7 @@ def meshes(size: int, group: str = "all") -> Iterator[list[Mesh]]:
 
 @contextmanager
 def talkers(size: int, group: str = "all", **options: Any) -> Iterator[list[PointToPoint]]:
-    """Send and receive for a group of threads, closed at the end."""
+    """Yield point-to-point ends for a group of threads, and close the ends at the end."""
     with nodes(size) as made:
         infos = [node.info for node in made]
         ends = [PointToPoint(node, group, rank, infos, **options) for rank, node in enumerate(made)]
@@ -70,7 +70,7 @@ def talkers(size: int, group: str = "all", **options: Any) -> Iterator[list[Poin
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Fail if threads or descriptors are left that were not there before."""
+    """Fail if the block leaves threads or file descriptors."""
     threads = set(threading.enumerate())
     descriptors = _descriptors()
     yield

@@ -62,14 +62,14 @@ def test_every_rank_reaches_every_other(unix: bool) -> None:
             connection.close()
 
 
-def test_a_link_is_made_once() -> None:
+def test_a_link_is_opened_once() -> None:
     with meshes(2) as links:
         first = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
         again = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
         assert first == again
 
 
-def test_groups_and_purposes_do_not_mix() -> None:
+def test_links_of_groups_and_purposes_are_separate() -> None:
     with nodes(2) as made:
         infos = [node.info for node in made]
         first = [Mesh(node, "first", rank, infos) for rank, node in enumerate(made)]
@@ -82,7 +82,7 @@ def test_groups_and_purposes_do_not_mix() -> None:
             link.close()
 
 
-def test_many_buffers_go_in_several_calls() -> None:
+def test_many_buffers_are_sent_in_several_calls() -> None:
     with meshes(2) as links:
         ends = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
         parts = [memoryview(bytes([number])) for number in range(200)]
@@ -92,7 +92,7 @@ def test_many_buffers_go_in_several_calls() -> None:
         assert ends[1].receive_nowait(memoryview(b"")) == 0
 
 
-def test_a_full_link_takes_nothing() -> None:
+def test_a_full_link_accepts_no_bytes() -> None:
     with meshes(2) as links:
         ends = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
         block = memoryview(bytes(1 << 20))
@@ -126,7 +126,7 @@ def test_connecting_to_a_dead_rank_fails_immediately() -> None:
         assert time.monotonic() - start < 20
 
 
-def test_waiting_for_a_dead_rank_fails_soon() -> None:
+def test_waiting_for_a_dead_rank_fails_quickly() -> None:
     with nodes(2) as made:
         infos = [node.info for node in made]
         links = Mesh(made[1], "all", 1, infos)
@@ -153,7 +153,7 @@ def test_another_token_is_refused() -> None:
     stranger.close()
 
 
-def test_a_closed_mesh_makes_no_links_and_wakes_waiting_threads() -> None:
+def test_a_closed_mesh_opens_no_links_and_wakes_waiting_threads() -> None:
     with meshes(2) as links, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(links[1].link, 0, soon())
         links[1].close()
@@ -164,7 +164,7 @@ def test_a_closed_mesh_makes_no_links_and_wakes_waiting_threads() -> None:
             links[1].link(0, soon())
 
 
-def test_no_link_to_the_own_or_an_unknown_rank() -> None:
+def test_links_to_the_own_or_an_unknown_rank_are_rejected() -> None:
     with meshes(2) as links:
         for rank in (0, 2, -1):
             with pytest.raises(UsageError):

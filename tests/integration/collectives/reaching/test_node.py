@@ -65,7 +65,7 @@ def test_silent_clients_do_not_delay_other_clients() -> None:
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_many_strangers_do_not_delay_members(kind: str) -> None:
+def test_many_unauthenticated_clients_do_not_delay_members(kind: str) -> None:
     with nodes(2) as (first, second):
         address = getattr(second.info.endpoint, kind)
         silent = [open_socket(address, 5.0) for _ in range(200)]
@@ -82,7 +82,7 @@ def test_many_strangers_do_not_delay_members(kind: str) -> None:
             connection.close()
 
 
-def test_strangers_are_refused() -> None:
+def test_clients_without_the_token_are_rejected() -> None:
     with nodes(1) as (node,):
         stranger = Node("another token for tests")
         with pytest.raises(AuthenticationError):
@@ -97,7 +97,7 @@ def test_strangers_are_refused() -> None:
         stranger.close()
 
 
-def test_questions_are_answered() -> None:
+def test_status_requests_are_answered() -> None:
     with nodes(2) as (first, second):
         second.set_status("all", lambda: b"call 7" * 100_000)
         assert first.request_status(second.info, "all", 5.0) == b"call 7" * 100_000
@@ -117,7 +117,7 @@ def test_a_dead_node() -> None:
         assert not first.is_listening(second.info)
 
 
-def test_another_process_at_the_address_is_noticed() -> None:
+def test_another_process_at_the_address_is_detected() -> None:
     with nodes(2) as (first, second):
         before = msgspec.structs.replace(second.info, id="of a process that has ended")
         with pytest.raises(AddressError, match="another process listens"):
@@ -140,7 +140,7 @@ def test_close_removes_the_socket_and_wakes_waiting_threads() -> None:
         silent.close()
 
 
-def test_forgotten_nodes_are_closed() -> None:
+def test_dropped_nodes_are_closed() -> None:
     with nodes(2) as (first, second), first.connect(second.info, "all", 0, "collective", soon()) as outgoing:
         taken = second.accept("all", 0, "collective", soon())
         with first.connect(second.info, "all", 0, "collective", soon()) as again:

@@ -57,7 +57,7 @@ def test_messages_in_both_directions(size: int) -> None:
         assert on_ranks(2, talk) == [data, data]
 
 
-def test_messages_of_one_tag_stay_in_order_and_tags_do_not_mix() -> None:
+def test_messages_of_each_tag_are_received_in_order() -> None:
     with talkers(2) as ends:
         for number in range(50):
             send(ends[0], b"a%02d" % number, 1, tag=1)
@@ -77,7 +77,7 @@ def test_receives_posted_first_are_filled_in_order() -> None:
         assert [bytes(buffer) for buffer in buffers] == [b"%03d" % number for number in range(20)]
 
 
-def test_from_any_rank() -> None:
+def test_messages_are_received_from_any_rank() -> None:
     with talkers(4) as ends:
 
         def talk(rank: int) -> dict[int, bytes]:
@@ -110,7 +110,7 @@ def test_all_ranks_send_to_all_ranks_concurrently() -> None:
         on_ranks(size, talk)
 
 
-def test_to_oneself() -> None:
+def test_a_rank_can_send_to_itself() -> None:
     with talkers(1) as ends:
         send(ends[0], b"before", 0, tag=1)
         assert receive(ends[0], 6, 0, tag=1) == b"before"
@@ -127,7 +127,7 @@ def test_to_oneself() -> None:
             ends[0].send(memoryview(b"four"), 0, 4)
 
 
-def test_to_another_thread_of_the_same_rank() -> None:
+def test_a_thread_can_send_to_another_thread_of_its_rank() -> None:
     with talkers(2) as ends, ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(receive, ends[0], 4, 0, tag) for tag in range(3)]
         for tag in range(3):
@@ -162,7 +162,7 @@ def test_unrequested_messages_are_stored_up_to_the_limit() -> None:
         assert pending[0].done()
 
 
-def test_a_receive_of_a_later_message_is_not_held_up_by_the_limit() -> None:
+def test_the_limit_does_not_block_a_receive_of_a_later_message() -> None:
     with talkers(2, max_buffered_bytes=1 << 20) as ends:
         block = bytes(300_000)
         pending = [ends[0].send(memoryview(block), 1, tag) for tag in range(100)]
@@ -192,13 +192,13 @@ def test_a_mismatch_is_reported_to_both_sides(posted_first: bool, size: int, lab
 
 
 def test_a_failure_fails_all_messages_of_all_communicating_ranks() -> None:
-    """Large messages in flight fail too, in both directions."""
+    """Large messages in flight also fail, in both directions."""
     with talkers(3) as ends:
         send(ends[2], b"known", 0)
         receive(ends[0], 5, 2)
         pending = [
             ends[2].receive(empty(8), 0, 5),
-            ends[1].send(memoryview(bytes(2 * MAX_BUFFERED_BYTES)), 2, 2),  # more than is kept
+            ends[1].send(memoryview(bytes(2 * MAX_BUFFERED_BYTES)), 2, 2),  # more than the limit of buffered bytes
             ends[0].receive(empty(50 << 20), 1, 3),
             ends[0].receive(empty(1), None, 4),
             ends[1].receive(empty(8), 0, 1),
@@ -225,7 +225,7 @@ def test_the_error_for_a_missing_message_names_rank_and_tag() -> None:
 
 
 @pytest.mark.parametrize("has_talked", [True, False])
-def test_waiting_ranks_notice_the_end_of_a_rank(has_talked: bool) -> None:
+def test_waiting_ranks_detect_the_end_of_a_rank(has_talked: bool) -> None:
     with nodes(2) as made:
         infos = [node.info for node in made]
         ends = [PointToPoint(node, "all", rank, infos) for rank, node in enumerate(made)]
@@ -292,7 +292,7 @@ def test_close_ends_pending_messages() -> None:
             ends[0].receive(empty(0), 1, 0)
 
 
-def test_many_threads_of_one_rank() -> None:
+def test_many_threads_of_one_rank_communicate() -> None:
     num, rounds = 6, 50
     with talkers(2) as ends:
 
@@ -312,14 +312,14 @@ def test_many_threads_of_one_rank() -> None:
 
 @pytest.mark.parametrize("nbytes", [1 << 62, (1 << 64) - 1])
 @pytest.mark.parametrize("is_posted_first", [True, False])
-def test_a_message_of_an_impossible_size_costs_the_sender_the_connection(nbytes: int, is_posted_first: bool) -> None:
+def test_a_message_of_an_impossible_size_closes_the_connection(nbytes: int, is_posted_first: bool) -> None:
     with nodes(2) as made:
         infos = [node.info for node in made]
         end = PointToPoint(made[0], "all", 0, infos, max_buffered_bytes=100)
         posted = [end.receive(empty(4), 1, 7)] if is_posted_first else []
         with made[1].connect(infos[0], "all", 1, "p2p", soon()) as connected:
             connected.send(pack(MESSAGE, 8, nbytes, ""))
-            threading.Event().wait(0.0 if posted else 0.1)  # until it waits for room
+            threading.Event().wait(0.0 if posted else 0.1)  # wait until the sender waits for room
             posted = posted or [end.receive(empty(4), 1, 7)]
             with pytest.raises(RankLostError, match=rf"message of {nbytes} bytes from rank 1"):
                 posted[0].wait(PATIENCE_S)

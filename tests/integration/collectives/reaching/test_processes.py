@@ -1,4 +1,4 @@
-"""Ranks as real processes: found through the environment, killed, stopped."""
+"""Ranks are real processes, which use the environment and are killed or stopped."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def pair() -> Iterator[Pair]:
                     yield made
                 unix = made.infos[1].endpoint.unix
                 if unix is not None:
-                    remove_unix(unix)  # a process that is killed leaves it
+                    remove_unix(unix)  # a killed process leaves this file
         finally:
             other.kill()
 
 
-def test_two_processes_talk() -> None:
+def test_two_processes_exchange_messages() -> None:
     with pair() as ranks:
         for number in range(10):
             assert ranks.echo(b"word %3d" % number) == b"word %3d" % number

@@ -56,7 +56,7 @@ def met(size: int, port: int) -> Iterator[list[Meeting]]:
             meeting.close()
 
 
-def test_ranks_meet_in_any_order() -> None:
+def test_ranks_join_in_any_order() -> None:
     port = free_ports()
     with ThreadPoolExecutor(2) as pool:
         other_ranks = [pool.submit(meet, rank, 3, port) for rank in (1, 2)]
@@ -92,7 +92,7 @@ def test_the_environment_completes_the_arguments() -> None:
         meeting.close()
 
 
-def test_all_on_one_host_need_no_address() -> None:
+def test_ranks_on_one_host_need_no_address() -> None:
     port = free_ports()
     meetings = on_ranks(
         2, lambda rank: rendezvous(variables=environment_of(rank, port, master_addr=None, local_world_size=2))
@@ -101,7 +101,7 @@ def test_all_on_one_host_need_no_address() -> None:
         meeting.close()
 
 
-def test_two_programs_under_torchrun_do_not_mix() -> None:
+def test_two_programs_under_torchrun_are_separate() -> None:
     port = free_ports(5)
     with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
 
@@ -143,7 +143,7 @@ def test_invalid_addresses_are_rejected(address: str) -> None:
         rendezvous(0, 2, address, variables=NOTHING)
 
 
-def test_a_port_of_another_program() -> None:
+def test_the_port_of_another_program_is_reported() -> None:
     message = "in use by another program"
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(AddressError, match=message):
         meet(0, 2, other.getsockname()[1])
@@ -161,20 +161,20 @@ def test_two_programs_at_one_rendezvous() -> None:
                 meet(rank, 4, port)
 
 
-def test_another_token() -> None:
+def test_another_token_is_rejected() -> None:
     port = free_ports()
     with met(2, port), pytest.raises(AuthenticationError, match="refused the token") as refused:
         meet(1, 2, port, token="another token for tests")
     assert "another token for" not in str(refused.value)
 
 
-def test_no_process_listens() -> None:
+def test_a_missing_listener_is_reported() -> None:
     port = free_ports()
     with pytest.raises(DeadlineError, match=rf"rank 0 has not served the rendezvous at 127\.0\.0\.1:{port} within"):
         meet(1, 2, port, timeout_s=0.1)
 
 
-def test_another_program_listens() -> None:
+def test_a_listener_of_another_program_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def speak() -> None:
@@ -189,7 +189,7 @@ def test_another_program_listens() -> None:
         speaker.join()
 
 
-def test_a_silent_program_listens() -> None:
+def test_a_silent_listener_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         start = time.monotonic()
         with pytest.raises(DeadlineError, match="before its first frame"):
@@ -197,19 +197,19 @@ def test_a_silent_program_listens() -> None:
         assert time.monotonic() - start < 20
 
 
-def test_rank_0_may_come_late() -> None:
+def test_rank_0_may_start_late() -> None:
     port = free_ports()
     waiting: Future[Meeting]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(meet, 1, 2, port)
         with pytest.raises(DeadlineError):
-            meet(1, 2, port, timeout_s=0.1)  # the other rank has tried by now
+            meet(1, 2, port, timeout_s=0.1)  # the other rank has already tried to connect
         first = meet(0, 2, port)
         waiting.result(PATIENCE_S).close()
         first.close()
 
 
-def test_which_hosts_are_loopback() -> None:
+def test_hosts_of_loopback_addresses() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "localhost", "::1")))
     assert not any(map(is_loopback, ("10.0.0.1", "node7", "0.0.0.0", "fe80::1")))
     assert (own_host("localhost"), own_host("::1")) == ("127.0.0.1", "::1")
