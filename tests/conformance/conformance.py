@@ -39,7 +39,7 @@ Plan = Mapping[str, Sequence[str]]
 
 
 def run_idiom(name: str, idiom: str, options: dict[str, Any]) -> Outcome:
-    """Carry out an idiom under the strategy `name`, on this rank."""
+    """Run an idiom with the strategy `name` on this rank."""
     try:
         options = {**options, **OPTIONS.get(idiom, {}).get(name, {})}
         with strategy(name, device="cpu", **options) as chosen:
@@ -95,7 +95,7 @@ def run_all(scheduler: str, token: str, plan: Plan) -> dict[str, dict[str, str]]
     outcomes = run_ranks(scheduler, token, {name: plan[name] for name in SEVERAL})
     idioms = [idiom for idiom in IDIOMS if any(idiom in chosen for chosen in plan.values())]
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads inside an operator wait for one another if the cores are busy
+    torch.set_num_threads(1)  # threads of an operator wait for one another if the cores are busy
     try:
         for name, options in ONE_PROCESS.items():
             outcomes.update({f"{name}: {idiom}": [run_idiom(name, idiom, options)] for idiom in plan[name]})
@@ -126,7 +126,7 @@ def _judge(expected: Outcome, found: list[Outcome]) -> str:
 
 
 def as_table(cells: dict[str, dict[str, str]]) -> str:
-    """Return the cells as a table of Markdown, each refusal by a number, and the sentences below it."""
+    """Return the cells as a Markdown table. Each rejection has a number, and its message is below the table."""
     sentences: list[str] = []
     lines = [f"| idiom | {' | '.join(f'`{name}`' for name in STRATEGIES)} |", "|---|" + "---|" * len(STRATEGIES)]
     for idiom, row in cells.items():

@@ -1,4 +1,4 @@
-"""``make figures``: blocks of pages are filled with the output of their commands."""
+"""``make figures`` fills blocks of pages with the output of their commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def measured_figures(text: str) -> list[str]:
     return [sentence for sentence in sentences if FIGURE.search(sentence) and not SETTING.search(sentence)]
 
 
-def test_a_block_becomes_the_output_of_the_command(tmp_path: Path) -> None:
+def test_a_block_is_replaced_by_the_output_of_its_command(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- figures: show echo 1 -->\nold\n<!-- end of figures -->\nAfter.\n")
     assert figures.fill(page, "", str(tmp_path)) == []
@@ -85,5 +85,5 @@ def test_measured_figures_are_found() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_measured_figures_stand_in_blocks(path: Path) -> None:
+def test_measured_figures_are_in_blocks(path: Path) -> None:
     assert measured_figures(path.read_text(encoding="utf-8")) == []

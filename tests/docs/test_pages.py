@@ -37,7 +37,7 @@ QUICK = ("python", "console")
 
 
 def treatment(example: Example) -> str:
-    """Return the text of the comment before a block, or nothing."""
+    """Return the text of the comment before a block, or an empty text."""
     found = COMMENT.search(example.document.text, 0, example.region.start)
     return " ".join(found[1].split()) if found else ""
 
@@ -68,7 +68,7 @@ class Page:
         return text
 
     def run(self, command: str) -> str:
-        """Run a command of the shell and return its output, of both streams. Raises AssertionError if it fails."""
+        """Run a shell command and return its standard output and standard error. Raises AssertionError if it fails."""
         output = self.directory / f"output{len(self.processes)}"
         with output.open("w") as stream:
             process = subprocess.Popen(
@@ -136,7 +136,7 @@ class Page:
 
 
 def compare(expected: str, printed: str, command: str) -> None:
-    """Check that the output of a command is the documented one, apart from its digits and their number."""
+    """Check that the output of a command equals the documented output, except for digits and their number."""
     parts = (re.sub(r"\d[\d,.]*(e-?\d+)?", "@", re.sub(r"\s+", " ", part.strip())) for part in expected.split("...\n"))
     pattern = ".*".join(re.escape(part) for part in parts)
     found = re.sub(r"\d[\d,.]*(e-?\d+)?", "@", re.sub(r"\s+", " ", printed.strip()))

@@ -52,7 +52,7 @@ class FaultyHandler(Handler):
 
 
 class FaultyPeer(Peer):
-    """Any opened peer, with the faults of a plan. Each ``send`` must be one frame."""
+    """An opened peer with the faults of a plan. Each ``send`` must be one frame."""
 
     def __init__(self, inner: Peer, plan: FaultPlan, hello: Hello) -> None:
         self._inner = inner
@@ -70,7 +70,7 @@ class FaultyPeer(Peer):
     def send(self, *parts: Buffer) -> None:
         try:
             kind = unpack_header(view_of(parts[0])).kind
-        except (ProtocolError, VersionError):  # garbage, sent on purpose
+        except (ProtocolError, VersionError):  # these bytes are invalid on purpose
             self._inner.send(*parts)
             return
         self._send(kind, sum(map(size_of, parts)), lambda: self._inner.send(*parts))
@@ -133,7 +133,7 @@ class FaultyPeer(Peer):
         self._inner.close()
 
     def _enqueue(self, action: Callable[[], None], size: int = 0, delay_s: float = 0.0) -> None:
-        """Run an action after all held ones and its delay; immediately if there are none."""
+        """Run an action after its delay and after all held actions, or immediately without a delay and held actions."""
         if self._is_dropping:
             return
         if delay_s or self._held:
@@ -147,7 +147,7 @@ class FaultyPeer(Peer):
         delay_s = self._held[0].delay_s
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # `memory` without a loop
+        except RuntimeError:  # a memory transport without an event loop
             time.sleep(delay_s)
             self._run_held()
         else:

@@ -27,13 +27,13 @@ class Fault:
     step: int
     """Index, from 0, of the frame among the frames of this rank (and kind, if given), across reconnections."""
     kind: int | None = None
-    """The kind of frame; ``None`` counts all."""
+    """The kind of frame. ``None`` counts frames of all kinds."""
     role: str = "worker"
     """The role of the client."""
     delay_s: float = 0.0
-    """For delay."""
+    """The delay of the fault ``delay``."""
     when: Literal["before", "after"] = "before"
-    """For cut: before the frame is sent, or after it (the server receives it, but its reply is lost)."""
+    """Whether ``cut`` is before or after the frame. If after, the server receives the frame, but the reply is lost."""
 
 
 class FaultPlan:

@@ -20,7 +20,7 @@ from paceline.transport.security.authentication import Hello
 
 
 class FaultyTransport(Transport):
-    """Any transport, with planned faults."""
+    """A transport with planned faults, around any transport."""
 
     def __init__(self, inner: Transport, plan: FaultPlan) -> None:
         self._inner = inner
@@ -47,7 +47,7 @@ class FaultyTransport(Transport):
 
 
 class FaultyChannel(Channel):
-    """Any channel, with planned faults. Each ``send`` must be one frame, its header first."""
+    """A channel with planned faults, around any channel. Each ``send`` must be one frame, its header first."""
 
     def __init__(self, inner: Channel, plan: FaultPlan, hello: Hello) -> None:
         self._inner = inner
@@ -60,7 +60,7 @@ class FaultyChannel(Channel):
     def send(self, *parts: Buffer) -> None:
         try:
             kind = unpack_header(view_of(parts[0])).kind
-        except (ProtocolError, VersionError):  # garbage, sent on purpose
+        except (ProtocolError, VersionError):  # these bytes are invalid on purpose
             self._inner.send(*parts)
             return
         fault = self._plan.next_fault(self._hello, kind)

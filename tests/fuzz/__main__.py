@@ -1,8 +1,8 @@
 """Send invalid frames and files to every listener: ``python -m tests.fuzz --frames 10000000``.
 
-An episode is the life of one listener, with honest clients and clients that send anything. The seed and the episode's
-number determine the frames, except for the order of threads. After a defect the process prints the command that repeats
-the episode, and ends with status 1. After a crash or a hang it prints the episode's name first.
+An episode is the lifetime of one listener, with honest clients and clients that send arbitrary bytes. The seed and the
+episode's number determine the frames, except for the order of threads. After a defect the process prints the command
+that repeats the episode, and ends with status 1. After a crash or a hang it prints the episode's name first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def episodes(num_frames: int, only: str) -> Iterator[tuple[type[Episode], int, i
 
 
 def fuzz(num_frames: int, seed: str, only: str = "", episode: int | None = None) -> int:
-    """Play episodes; return how many frames there were. Raises FoundError."""
+    """Play episodes; return the number of frames. Raises FoundError."""
     prepare_kernels()
     _bound_memory()
     resident = _resident_bytes()
@@ -88,7 +88,7 @@ def _resident_bytes() -> int:
 
 
 def main() -> int:
-    """Run as the arguments say."""
+    """Run the episodes that the arguments select."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--frames", type=int, default=100_000, help="how many, of all listeners together")
     parser.add_argument("--seed", default="0", help="any text")

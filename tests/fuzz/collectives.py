@@ -87,7 +87,7 @@ class HeadsEpisode(Episode):
         self.last = [*self.last[-3:], data]
         with contextlib.suppress(ProtocolError):
             at = 0
-            while at < len(data):  # as from a socket: in pieces
+            while at < len(data):  # in pieces, like from a socket
                 step = self.random.choice((len(data), len(data), 1, 40))
                 self.scanner.feed(data[at : at + step])
                 at += step
@@ -130,7 +130,7 @@ class HeadsEpisode(Episode):
         return stream[: random.randrange(len(stream))] if random.random() < 0.1 else stream
 
     def _node_info(self) -> bytes:
-        """Read the description of a node, which comes from the store. Returns nothing to feed."""
+        """Read the description of a node, like from the store. Returns no bytes to feed."""
         endpoint = Endpoint(Address.parse("tcp://127.0.0.1:5"), None, "host", "listener")
         frame = Frame(0, tree_of(NodeInfo("id", endpoint, 7, "memory")))
         self.mutator.alter_tree(frame)
@@ -153,7 +153,7 @@ class HeadsEpisode(Episode):
 
 
 class _NoProgress:
-    """Replacement of the selector's loop: the sender calls the stream itself."""
+    """A fake of the selector's loop. The sender calls the stream directly."""
 
     def watch(self, watched: Any, events: int) -> None:
         pass
@@ -163,7 +163,7 @@ class _NoProgress:
 
 
 class PointToPointEpisode(Episode):
-    """Both ends of the streams that carry messages from rank to rank."""
+    """Both ends of the streams of messages between ranks."""
 
     name = "point-to-point"
     weight = 26
@@ -188,7 +188,7 @@ class PointToPointEpisode(Episode):
         return pair
 
     def abort_received(self, abort: object) -> None:
-        """See :class:`Ends`: a group ends here. Have other connections."""
+        """See :class:`Ends`. A group would end; the episode opens other connections."""
         self.failed(None)
         self.outgoing = None
 
@@ -197,7 +197,7 @@ class PointToPointEpisode(Episode):
         self.incoming_lost(self.incoming, error)
 
     def incoming_lost(self, incoming: Incoming, error: Exception | None) -> None:
-        """Drop a connection, as the group does, and have another."""
+        """Drop a connection like the group, and open another connection."""
         if incoming is self.honest:
             raise FoundError(f"an honest rank's connection was given up: {error}")
         if incoming.message is not None:
@@ -248,7 +248,7 @@ class PointToPointEpisode(Episode):
         return buffer
 
     def _complain(self) -> None:
-        """Answer a sender with last words that are none."""
+        """Answer a sender with an invalid final message."""
         random = self.random
         if self.outgoing is None:
             own_end, self.complainer = self._pair()
@@ -261,7 +261,7 @@ class PointToPointEpisode(Episode):
             self.complainer.send(data if random.random() < 0.8 else data[: random.randrange(len(data))])
         self.outgoing.ready(READ)
         if self.outgoing is not None and len(self.outgoing._answer) > 1 << 21:
-            raise FoundError("last words are gathered without bound")
+            raise FoundError("a final message is buffered without a limit")
 
     def outgoing_lost(self, outgoing: Outgoing, error: Exception | None) -> None:
         self.outgoing = None

@@ -169,7 +169,7 @@ class FilesEpisode(Episode):
         (self.model / MANIFEST).write_text(json.dumps(self.manifest))
         self.part.write_bytes(self.part_data)
         if len(read_model(self.model).load_store("s")) != 3:
-            raise FoundError("a model that is whole was not read")
+            raise FoundError("a complete model was not read")
 
     def sent(self) -> list[bytes]:
         return self.last

@@ -50,7 +50,7 @@ class HandshakeEpisode(Episode):
         return 1
 
     def _altered(self, meta: bytes) -> bytes:
-        """Return a message, most often altered."""
+        """Return a message, usually altered."""
         random = self.random
         if random.random() < 0.1:
             meta = random.choice(UNREADABLE)
@@ -73,7 +73,7 @@ class HandshakeEpisode(Episode):
                     frame.meta[name] = msgspec.msgpack.encode(inner.meta)
 
     def _prove_again(self, meta: bytes, label: str, *before: bytes) -> bytes:
-        """Make the proof cover the changed fields, as a peer with the token can."""
+        """Let the proof cover the changed fields, like a peer with the token."""
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError, MemoryError):
             given = msgspec.msgpack.decode(meta)
             given["proof"] = prove(TOKEN, label, *before, given["hello"], given["view"])

@@ -1,4 +1,4 @@
-"""A fuzzed listener and its clients, in one thread and one event loop, so that the seed decides everything."""
+"""A fuzzed listener and its clients, in one thread and one event loop, so the seed determines all events."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Line:
         """Send bytes. The listener closes the connection if it has no memory for the announced size."""
         try:
             self._channel._pipe.receive(data)
-        except MemoryError:  # as asyncio does
+        except MemoryError:  # like asyncio
             self.close()
 
     @property
@@ -81,7 +81,7 @@ class Line:
 
 
 class Attacker:
-    """One process that holds the token and sends anything, on one connection after another."""
+    """A process that has the token and sends arbitrary frames, on one connection after another."""
 
     def __init__(self, random: Random, mutator: Mutator, transport: MemoryTransport, target: Any, hello: Hello) -> None:
         self._random = random
@@ -191,7 +191,7 @@ class _Watch(logging.Handler):
 
 
 def play(kind: type[Episode], seed: str, num_frames: int, folder: Path) -> int:
-    """Play one episode of at least this many frames; return their number. Raises FoundError."""
+    """Play one episode of at least `num_frames` frames; return the number of frames. Raises FoundError."""
     episode = kind(Random(seed), folder)
     watch = _Watch()
     loggers = [logging.getLogger("paceline"), logging.getLogger("asyncio")]

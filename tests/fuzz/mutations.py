@@ -92,7 +92,7 @@ def tree_of(message: Any) -> Any:
 
 
 class Mutator:
-    """Changes valid frames into invalid ones, with one source of random numbers."""
+    """Changes valid frames into invalid frames, with one source of random numbers."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -106,7 +106,7 @@ class Mutator:
             frames = [frame]
         elif choice < 0.34:
             frames = [frame, frame]
-        elif choice < 0.38:  # sent later, after other frames
+        elif choice < 0.38:  # the frame is sent later, after other frames
             self._kept.append(frame)
             frames = []
         else:

@@ -1,4 +1,4 @@
-"""Fuzz a leading scheduler, and a scheduler that takes a cluster over."""
+"""Fuzz a leading scheduler, and a scheduler that takes over a cluster."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .mutations import Frame, tree_of
 
 KINDS = (CALL, CALL, CALL, NOTICE, NOTICE, RESULT, FrameKind.ERROR, FrameKind.HELLO, 16, 77)
 HONEST, STRANGERS = 5000, 9000
-"""The first incarnations of honest members, and of others."""
+"""The first incarnations of honest members, and of other members."""
 _ANSWERS: Any = msgspec.msgpack.Decoder()
 _decode_notice = messages.decode_notice
 
 
 def spec_of(name: str, lr: float = 1.0) -> messages.TableSpec:
-    """Return a sparse table."""
+    """Return the spec of a sparse table."""
     return messages.TableSpec(name=name, kind="sparse", update=to_fields(SGD(lr=lr)), initializer=to_fields(Zeros()))
 
 
@@ -61,12 +61,12 @@ class Honest:
                 raise FoundError(f"an honest member got {meta!r}")
 
     def welcome(self) -> messages.Welcome:
-        """Return the answer to its registration."""
+        """Return the answer to the registration."""
         self.receive_all()
         return msgspec.msgpack.decode(self._results[1], type=messages.Welcome)
 
     def work(self) -> None:
-        """Declare a table again, and live."""
+        """Declare a table again, and send a heartbeat."""
         self._send(NOTICE, messages.Heartbeat())
         number = self.exchange(messages.DeclareTable(spec=spec_of("honest")))["number"]
         specs = self.exchange(messages.ListTables())
@@ -112,7 +112,7 @@ class SchedulerEpisode(Episode):
             attacker.first = Frame(
                 CALL, messages.encode(self._register(role, extra=role == "server")), fields={"request": 1}
             ).encode()
-        self.attackers[2].first = b""  # no member
+        self.attackers[2].first = b""  # this process is no member
         self.number = 0
 
     async def _form(self) -> None:
@@ -154,7 +154,7 @@ class SchedulerEpisode(Episode):
     def sent(self) -> list[bytes]:
         return [data for attacker in self.attackers for data in attacker.sent]
 
-    # Messages that are right.
+    # Valid messages.
 
     def _register(self, role: str | None = None, *, extra: bool = False) -> messages.Register:
         random = self.random
@@ -271,7 +271,7 @@ _FRAMES: list[Callable[[Any], tuple[Any, bytes]]] = [
 
 
 class Recovering(SchedulerEpisode):
-    """A scheduler that takes a cluster over from the members that return."""
+    """A scheduler that takes over a cluster from returning members."""
 
     name = "scheduler-recovering"
     weight = 3

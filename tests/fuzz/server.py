@@ -60,7 +60,7 @@ KINDS = (
 """The kinds that a server knows, and unknown kinds."""
 
 SERVER, NEIGHBOUR, WORKER, HONEST, JOINED = 1, 2, 3, 1001, 1002  # incarnations
-OWN_BUCKETS = range(128)  # buckets whose chain is this server alone
+OWN_BUCKETS = range(128)  # buckets whose chain has only this server
 CHAINS: dict[tuple[tuple[int, ...], int | None], range] = {
     ((SERVER,), None): OWN_BUCKETS,
     ((SERVER, NEIGHBOUR), None): range(128, 256),
@@ -87,7 +87,7 @@ SPECS = {
     5: _spec("w", Adam(lr=0.1), dim=9),
 }
 OWN_SPARSE, OWN_DENSE, OWN_JOINED = 40001, 40002, 40003
-"""The tables of honest workers: numbers that no mutation makes."""
+"""The tables of honest workers. No mutation makes these numbers."""
 OWN = {
     OWN_SPARSE: _spec("hs", SGD(lr=1.0)),
     OWN_DENSE: _spec("hd", SGD(lr=1.0), size=5120),
@@ -114,7 +114,7 @@ class Honest:
         self._sequence = 0
 
     def work(self) -> None:
-        """Push to both tables, and compare the values that are read."""
+        """Push to both tables, and check the read values."""
         self._sequence += 2
         ones = np.ones(40, np.float32)
         self._line.exchange(
@@ -140,7 +140,7 @@ class Honest:
 
 
 class Joined:
-    """An honest worker that takes part in the iterations, and so waits for others: its values come in the end."""
+    """An honest worker that takes part in the iterations. It waits for other workers, so its values arrive later."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -177,21 +177,21 @@ class Joined:
         for header, _, body in self._line.answers():
             if header.kind == VALUES:
                 values = np.frombuffer(body, np.float32)
-                # Other workers may have delayed the push: by then more pushes of this worker may have been applied.
+                # Other workers may have delayed the read, so later pushes of this worker may have been applied.
                 if not (values <= self._expected.pop(header.request)).all() or (values < -self._clock).any():
                     raise FoundError(f"a worker read {values} in iteration {header.request}")
             elif header.kind == FrameKind.ERROR:
                 raise FoundError(f"a worker of the iterations was refused: {header}")
 
     def finish(self) -> None:
-        """Have had all."""
+        """Check that all requested values have arrived."""
         self.check()
         if self._expected:
             raise FoundError(f"a worker still waits for iterations {sorted(self._expected)}")
 
 
 class Neighbour(Handler):
-    """The next server of a chain: it accepts forwarded frames and sends arbitrary replies."""
+    """The successor in a chain: it accepts forwarded frames and sends arbitrary replies."""
 
     def __init__(self) -> None:
         self.peer: Peer | None = None
@@ -210,7 +210,7 @@ class Neighbour(Handler):
 
 
 class ServerEpisode(Episode):
-    """Abstract: a subclass sets the consistency of the cluster."""
+    """Abstract base. A subclass sets the consistency of the cluster."""
 
     consistency: ClassVar[Consistency]
     stale: ClassVar[StalePolicy] = Accept()
@@ -255,7 +255,7 @@ class ServerEpisode(Episode):
         self.clock = 0
 
     def change_map(self, chains: dict[tuple[tuple[int, ...], int | None], range], *workers: int) -> None:
-        """Have the scheduler publish another map."""
+        """Let the scheduler publish another view."""
         self.version += 1
         members = [self._member("server", number, number - 1) for number in (SERVER, NEIGHBOUR)]
         members += [self._member("worker", number, number) for number in workers]
@@ -313,7 +313,7 @@ class ServerEpisode(Episode):
     def sent(self) -> list[bytes]:
         return [*self.worker.sent, b"(server)", *self.source.sent]
 
-    # Frames that are right.
+    # Valid frames.
 
     def header(self, **more: int) -> dict[str, int]:
         self.sequence += 1
@@ -470,7 +470,7 @@ SERVER_FRAMES: list[_Build] = [*[_S.forward] * 4, *[_S.state] * 3, _S.clocks, _S
 
 
 class EventualServer(ServerEpisode):
-    """Under eventual consistency."""
+    """A server with eventual consistency."""
 
     name = "server-eventual"
     consistency = Eventual()
@@ -478,14 +478,14 @@ class EventualServer(ServerEpisode):
 
 
 class BoundedServer(ServerEpisode):
-    """Under bounded delay."""
+    """A server with bounded delay."""
 
     name = "server-bounded"
     consistency = BoundedDelay(tau=2)
 
 
 class SequentialServer(ServerEpisode):
-    """Under sequential consistency."""
+    """A server with sequential consistency."""
 
     name = "server-sequential"
     consistency = Sequential()

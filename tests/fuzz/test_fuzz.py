@@ -14,7 +14,7 @@ pytest.importorskip("resource")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_no_frame_harms_a_listener_or_other_clients() -> None:
-    """Run in a child process, because it may crash and has little memory."""
+    """The fuzzing runs in a child process with little memory, because it may crash."""
     command = [sys.executable, "-m", "tests.fuzz", "--frames", "20000", "--seed", "suite"]
     run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=390)
     assert run.returncode == 0, run.stderr[-6000:]

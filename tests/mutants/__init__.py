@@ -1,4 +1,4 @@
-"""Planted defects: plausible mistakes in the product. The tests must find each one (``make mutants``)."""
+"""Planted defects: plausible mistakes in the product. The tests must find each defect (``make mutants``)."""
 
 from tests.mutants.defect import Defect, Simulation
 from tests.mutants.of_product import OF_PRODUCT

@@ -41,9 +41,9 @@ class Limits:
     """The maximum number of seeds."""
 
     seeds: int = 500
-    """For the simulation of the protocol."""
+    """The limit of the simulation of the protocol."""
     runs: int = 50
-    """For the simulation of the product."""
+    """The limit of the simulation of the product."""
 
     def of(self, simulation: Simulation) -> int:
         """Return the limit of one kind of simulation."""
@@ -85,10 +85,10 @@ class Finding:
 
 @contextmanager
 def planted(*defects: Defect) -> Iterator[Path]:
-    """A folder with a copy of the product that has the defects; the simulator is next to it."""
+    """Yield a folder with a copy of the product that has the defects, and with the simulator."""
     with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as folder:
         source = Path(folder, "src")
-        # with the modification times that Numba's cache compares
+        # keep the modification times, because Numba's cache compares them
         shutil.copytree(_ROOT / "src", source, copy_function=shutil.copy2)
         for defect in defects:
             path = source / "paceline" / defect.module
@@ -107,7 +107,7 @@ def seeds_until_found(source: Path, simulation: Simulation, limit: int) -> int |
             arguments += _STORM
         try:
             ran = _run(source, "-m", "simulator", *arguments)
-        except subprocess.TimeoutExpired:  # an endless cluster counts as a failure too
+        except subprocess.TimeoutExpired:  # an endless run also counts as a failure
             return first + 1
         if ran.returncode:
             found = re.search(r"^seed (\d+):", ran.stdout, re.MULTILINE)
@@ -122,7 +122,7 @@ def fails(source: Path, paths: Sequence[str], *, compiles: bool, again: bool = F
     """
     if not paths:
         return None
-    # A random test runs all its examples, as in `make thorough`, and remembers no other runs.
+    # Random tests run all examples, like in `make thorough`, and use no examples of other runs.
     options = [
         "--hypothesis-profile",
         "thorough",
@@ -137,7 +137,7 @@ def fails(source: Path, paths: Sequence[str], *, compiles: bool, again: bool = F
         status = _run(source, "-m", "pytest", *options, *paths, compiles=compiles).returncode
     except subprocess.TimeoutExpired:
         return True
-    return status == 1 or status < 0  # a test fails, or the process is ended by a signal
+    return status == 1 or status < 0  # a test has failed, or a signal has ended the process
 
 
 def _run(source: Path, *arguments: str, compiles: bool = True) -> subprocess.CompletedProcess[str]:
@@ -150,7 +150,7 @@ def _run(source: Path, *arguments: str, compiles: bool = True) -> subprocess.Com
 
 
 def run_checks(defect: Defect, limits: Limits) -> Finding:
-    """Run the tests of a defect; return which of them find it."""
+    """Run the tests of a defect; return the result."""
     limit = limits.of(defect.simulation)
     with planted(defect) as source:
         unit = fails(source, defect.unit, compiles=not defect.alters_kernels)
@@ -160,7 +160,7 @@ def run_checks(defect: Defect, limits: Limits) -> Finding:
 
 
 def false_alarms(defects: Sequence[Defect], limits: Limits) -> list[str]:
-    """Return the tests that fail without a defect, because they would seem to find one."""
+    """Return the tests that fail without a defect. They would appear to find every defect."""
     alarms = []
     with planted() as source:
         compiled = {
@@ -191,7 +191,7 @@ def report(findings: Sequence[Finding], limits: Limits, commit: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; return the exit status."""
+    """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="defects (default: all)")
     parser.add_argument("--seeds", type=int, default=500, help="of the protocol, at most (default: %(default)s)")
@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--write needs all defects and a clean checkout: leave the names out, and commit your changes")
     commit = _git("log", "-1", "--format=%h (%cs)") if options.write else ""
     began_s = time.monotonic()
-    # otherwise every copy would compile them
+    # otherwise every copy would compile the kernels
     _run(_ROOT / "src", "-c", "from paceline.launch import prepare_kernels; prepare_kernels()")
     print(_HEAD, flush=True)
     findings = []

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Simulation(Enum):
-    """Which simulated clusters can show a defect."""
+    """The kind of simulated clusters that can show a defect."""
 
     PROTOCOL = "protocol"
     """Clusters of the pure rules."""
@@ -22,11 +22,11 @@ class Defect:
 
     name: str
     effect: str
-    """For the report."""
+    """The effect, for the report."""
     module: str
-    """The file, below ``src/paceline``."""
+    """The file, relative to ``src/paceline``."""
     right: str
-    """The correct text, which occurs once."""
+    """The correct text. It occurs exactly once in the file."""
     wrong: str
     unit: tuple[str, ...]
     """The unit tests to run; a short list saves time."""
@@ -36,7 +36,7 @@ class Defect:
 
     @property
     def alters_kernels(self) -> bool:
-        """Whether compiled code changes. Its tests then run without the compiler, to save time."""
+        """Whether the defect changes compiled code. Then its tests run without the compiler, to save time."""
         return self.module.startswith(("kernels/", "tables/rules/"))
 
     def apply(self, text: str) -> str:
@@ -44,6 +44,6 @@ class Defect:
         if text.count(self.right) != 1:
             raise ValueError(
                 f"{self.name}: {self.module} has {text.count(self.right)} places that read {self.right!r}: expected "
-                "one; mend the defect in tests/mutants/"
+                "one. Correct the defect in tests/mutants/"
             )
         return text.replace(self.right, self.wrong)

@@ -68,7 +68,7 @@ OF_PRODUCT: Final = (
         integration=(f"{_PS}/test_stale_gradients.py",),
         simulation=_NONE,
     ),
-    # Writes, erasures and other calls that change state.
+    # Writes, erasures and other calls that change the state.
     Defect(
         "calls-numbered-with-pushes",
         "calls and pushes share their numbers: a push that is resent after a call counts as a repeat",

@@ -1,4 +1,4 @@
-"""Planted defects in the pure rules, ``paceline.protocol``: the simulation of the protocol looks for them too."""
+"""Planted defects in ``paceline.protocol``. The simulation of the protocol can find these defects too."""
 
 from __future__ import annotations
 

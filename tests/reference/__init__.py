@@ -1,1 +1,1 @@
-"""Reference implementations of the kernels in NumPy and plain Python, and the cases that compare the two."""
+"""Reference implementations of the kernels in NumPy and Python, and the cases of the comparisons."""

@@ -23,7 +23,7 @@ from paceline.kernels.text.values import LABEL_WORDS, category_text, number_text
 
 
 class _Number(str):
-    """A number with its original text."""
+    """A JSON number with its original text."""
 
 
 class _Members(list[tuple[str, Any]]):
@@ -80,7 +80,7 @@ class _Row:
             self._add(value, f"{path}.{name}" if depth > 1 else name, depth, in_list=False)
 
     def _add(self, value: Any, path: str, depth: int, *, in_list: bool) -> None:
-        if isinstance(value, list) and depth == MAX_DEPTH:  # an object is a value too
+        if isinstance(value, list) and depth == MAX_DEPTH:  # an object is also a value
             raise _MalformedError(TOO_DEEP)
         if isinstance(value, _Members):
             self.add_object(value, path, depth + 1)

@@ -1,4 +1,4 @@
-"""The cases of the kernels: tests compare each kernel with its reference, the benchmark times both.
+"""The cases of the kernels. Tests compare each kernel with its reference, and the benchmark measures both.
 
 The cases are the same in every run, because the seed of a case is made from its name.
 """
@@ -22,7 +22,7 @@ SMALL, MIDDLE, LARGE = 100, 10_000, 160_000
 
 @dataclass(frozen=True)
 class ArrayCase:
-    """A kernel that works on arrays alone, and one set of arguments."""
+    """A kernel whose arguments are arrays, and one set of arguments."""
 
     kernel: Any
     twin: Callable[..., Any]
@@ -30,13 +30,13 @@ class ArrayCase:
     num_items: int
     make: Callable[[np.random.Generator], tuple[Any, ...]]
     outputs: tuple[int, ...]
-    """Positions of the arguments that are written and must agree."""
+    """Positions of the written arguments, which must be equal."""
     tolerance: float = 0.0
-    """Allowed difference, relative and absolute; 0 where the twin computes in the same order."""
+    """Allowed relative and absolute difference. It is 0 if the reference computes in the same order."""
 
     @property
     def label(self) -> str:
-        """The kernel's name and the case's."""
+        """The name of the kernel and the name of the case."""
         return f"{self.kernel.__name__} {self.name}"
 
     def arguments(self) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def unmix(hashes: npt.ArrayLike) -> Keys:
-    """Return the keys that have these hashes: the inverse of :func:`mix`, to make keys that collide."""
+    """Return the keys that have these hashes: the inverse of :func:`mix`, for tests with colliding keys."""
     h: Keys = np.atleast_1d(np.asarray(hashes, np.uint64)).copy()
     h = h ^ (h >> np.uint64(31)) ^ (h >> np.uint64(62))
     h = h * np.uint64(pow(FIRST_FINAL_MULTIPLIER, -1, 1 << 64))
@@ -89,7 +89,7 @@ def largest(array: Floats) -> float:
 
 
 def dedup(keys: Keys, scratch: npt.NDArray[np.int32], unique: Keys, inverse: npt.NDArray[np.int32]) -> int:
-    """Write the distinct keys in order of first appearance, and where each key went; return how many."""
+    """Write the distinct keys in order of first appearance, and the position of each key; return their number."""
     found, first, places = np.unique(keys, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     rank = np.empty_like(order)
@@ -106,14 +106,14 @@ def sum_rows(inverse: npt.NDArray[np.int32], rows: Floats, dim: int, out: Floats
 
 
 def split(keys: Keys, owners: npt.NDArray[np.int32], starts: Integers, order: Integers) -> None:
-    """Group keys by the server that owns their bucket, keeping their order within each."""
+    """Group keys by the server that owns their bucket. Keys of one server keep their order."""
     owner = owners[bucket_of(keys)]
     order[:] = np.argsort(owner, kind="stable")
     starts[:] = np.searchsorted(owner[order], np.arange(len(starts)))
 
 
 def select(keys: Keys, words: Keys, chosen: Integers) -> int:
-    """Write the positions of the keys whose bucket is in a set, in order; return how many there are."""
+    """Write the positions of the keys whose bucket is in a set, in order; return their number."""
     is_present = np.unpackbits(words.astype("<u8").view(np.uint8), bitorder="little").astype(bool)
     found = np.flatnonzero(is_present[bucket_of(keys)])
     chosen[: len(found)] = found
@@ -202,7 +202,7 @@ def field_interaction_gradients(
     indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, fields: npt.NDArray[np.int32],
     active: npt.NDArray[np.uint8], factors: Floats, width: int, residuals: Floats, out: Floats,
 ) -> None:  # fmt: skip
-    """Write the gradient of that part by `factors` to `out`."""
+    """Write the gradient of the field-aware part by `factors` to `out`."""
     wide = np.zeros((len(out), out.shape[1] // width, width))
     rows = factors.reshape(wide.shape)
     for i, a, b, scale in _field_pairs(indptr, indices, values, active):
@@ -282,7 +282,7 @@ def summed_loss(labels: Floats, weights: Floats, margins: Doubles) -> float:
 def sort_entries(
     columns: Rows, first: Integers, values: Floats, ends: Integers, rows: Rows, sorted_values: Floats
 ) -> None:
-    """Put entries of examples into their columns."""
+    """Write entries of examples into their columns."""
     for k, (column, row) in enumerate(zip(columns, _row_numbers(first), strict=True)):
         if len(values) and values[k] == 0:
             continue

@@ -1,4 +1,4 @@
-"""The cases of the update rules' kernels: tests compare each with its reference, the benchmark times both.
+"""The cases of the update rules' kernels. Tests compare each kernel with its reference; the benchmark measures both.
 
 The settings are in :mod:`tests.reference.update_rules`; the tables and batches are here.
 """
@@ -38,7 +38,7 @@ class SparseCase:
 
     @property
     def label(self) -> str:
-        """The case's name."""
+        """The name of the case."""
         return f"table {self.name}"
 
     def store(self) -> SparseStore:
@@ -88,7 +88,7 @@ def _dense_push_at(size: int, rule: UpdateRule) -> Callable[[np.random.Generator
 
 
 def _dense_record(generator: np.random.Generator, size: int, rule: UpdateRule) -> Floats:
-    """Return values and plausible state: squares that are positive, counts that differ in runs."""
+    """Return values and plausible states: squares are positive, and counts differ between runs of elements."""
     planes = 1 + rule.num_states + rule.has_count
     record = np.abs(floats(generator, planes * size))
     record[:size] *= generator.choice(np.array([-1, 1], np.float32), size)
@@ -101,7 +101,7 @@ def _dense_start(size: int, kind: int) -> Callable[[np.random.Generator], tuple[
     def make(generator: np.random.Generator) -> tuple[Any, ...]:
         record = np.full(3 * size, np.nan, np.float32)
         start, stop = size // 5, size - size // 7
-        array = parameters(FTRL(l1=0.1, l2=0.2), Normal(mean=-0.5, std=0.25))  # or two numbers of another initializer
+        array = parameters(FTRL(l1=0.1, l2=0.2), Normal(mean=-0.5, std=0.25))  # or Uniform
         return FTRL.code, record, size, start, stop, 1_000_003, kind, np.uint64(11), array
 
     return make
@@ -123,10 +123,10 @@ def _array_cases() -> Iterator[ArrayCase]:
 
 
 def _sparse_cases() -> Iterator[SparseCase]:
-    # Rows of 1, 2 and 3 words lie in the index, and wider rows outside. Adam of dim 1 has 4 words.
+    # Rows of 1, 2 and 3 words are stored in the index, and wider rows outside. Adam with dim 1 has 4 words.
     for name, (rule, is_rare) in RULE_CASES.items():
         for dim in (rule.row_dim or 3,) if is_rare else (1, 3, 16):
-            num_rows = 5000 if dim == 1 else 500  # the twin's rows are Python's
+            num_rows = 5000 if dim == 1 else 500  # the twin is slow
             case = f"{name} dim {dim}, {num_rows} rows"
             yield SparseCase(case, dim, rule, num_rows, 2 * num_rows // 5, Normal(mean=0.1, std=0.2))
     for dim, name in ((1, "SGD"), (1, "FTRL"), (16, "Adagrad")):

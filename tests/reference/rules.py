@@ -20,7 +20,7 @@ from paceline.tables.rules.base import RULES, UpdateRule
 
 
 def rule_with(code: int) -> type[UpdateRule]:
-    """Return the rule that the kernels know by this number."""
+    """Return the rule with this number in the kernels."""
     (found,) = (rule for rule in RULES.values() if rule.code == code)
     return found
 
@@ -51,7 +51,7 @@ def update_record(
 
 
 def start_state(rule: int, record: Floats, words: int, dim: int, start: int, stop: int, hyper: Doubles) -> None:
-    """Set the state of elements ``[start, stop)``, whose values are set, to the state before the first update."""
+    """Set the states of elements ``[start, stop)`` to the initial states. The values are already set."""
     for plane in range(dim, words, dim):
         record[plane + start : min(plane + stop, words)] = 0
     w, *states = (record[plane + start : plane + stop] for plane in range(0, words - dim + 1, dim))
@@ -61,7 +61,7 @@ def start_state(rule: int, record: Floats, words: int, dim: int, start: int, sto
 
 
 class ReferenceTable:
-    """The twin of a sparse table: a dictionary of records (float32 [row_words])."""
+    """The reference of a sparse table (the twin): a dictionary of records (float32 [row_words])."""
 
     def __init__(
         self,

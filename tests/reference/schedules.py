@@ -106,7 +106,7 @@ def _partners(schedules: Sequence[Schedule]) -> dict[_Place, list[_Place]]:
 
 
 def _run(schedules: Sequence[Schedule], contents: Contents, partners: dict[_Place, list[_Place]]) -> None:
-    """Start each rank's next round when its last one has ended, until all rounds have ended."""
+    """Start each rank's next round when its current round has ended, until all rounds have ended."""
     started = [-1] * len(schedules)
     current: list[_Round | None] = [None] * len(schedules)
     runnable = deque(range(len(schedules)))
@@ -134,7 +134,7 @@ def _run(schedules: Sequence[Schedule], contents: Contents, partners: dict[_Plac
 
 
 class _Round:
-    """A round in progress, with its messages."""
+    """A running round and its messages."""
 
     __slots__ = ("_actions", "_copies", "place")
 

@@ -132,7 +132,7 @@ def _name_and_value(word: bytes) -> tuple[bytes, float | None]:
 
 
 def parse_float(text: bytes) -> float | None:
-    """The number that `text` spells (decimal, optional exponent); None unless it is a finite float32."""
+    """Return the number that `text` represents (decimal, optional exponent), or None unless it is a finite float32."""
     if not _NUMBER.fullmatch(text):
         return None
     value = float(text)
@@ -140,7 +140,7 @@ def parse_float(text: bytes) -> float | None:
 
 
 def csv_number(cell: str) -> float | str | None:
-    """Return the number of a numeric cell; None if it is missing; otherwise its text in lower case."""
+    """Return the number of a numeric cell, None if it is missing, or its text in lower case if it is no number."""
     word = cell.strip(" \t\r\n")
     value = parse_float(word.encode())
     if value is not None:
@@ -149,7 +149,7 @@ def csv_number(cell: str) -> float | str | None:
 
 
 def class_number(cell: str, classes: Sequence[str]) -> float | None:
-    """The place of a label, blanks around it aside, among the words that labels are."""
+    """Return the position of a label, without blanks around it, in the list of classes."""
     word = cell.strip(" \t\r\n")
     return float(classes.index(word)) if word in classes else None
 
@@ -199,5 +199,5 @@ def csv_row(
 
 
 def hash_strings(strings: Sequence[bytes], seed: int) -> npt.NDArray[np.uint64]:
-    """The keys of many categories under one seed."""
+    """Return the keys of many categories with one seed."""
     return np.array([hash_bytes(category_text(string), seed) for string in strings], dtype=np.uint64)

@@ -61,7 +61,7 @@ def find_cases(rule: type[UpdateRule]) -> dict[str, RuleCase]:
 
 
 class RuleCase(NamedTuple):
-    """Settings for tests, which compare the kernel with the reference, and for the benchmark."""
+    """Settings of a rule for tests (which compare the kernel with the reference) and for the benchmark."""
 
     rule: UpdateRule
     is_rare: bool = True

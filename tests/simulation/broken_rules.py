@@ -1,4 +1,4 @@
-"""Rules of the protocol that tests break, by the promise that does not hold then."""
+"""Rules of the protocol that tests break. The keys are the guarantees that are violated then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.protocol.replication.events import Event
 
 
 def repeat_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apply a repeated push again."""
+    """Apply repeated pushes again."""
     missing, admit = Delivery.missing, Delivery.admit
 
     def extent(delivery: Delivery, buckets: int | None) -> int:
@@ -34,10 +34,10 @@ def repeat_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def acknowledge_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acknowledge a push before the following servers have it."""
+    """Acknowledge a push before the successors have it."""
     handle, push = Replication.handle, Replication.push
     acknowledged: set[int] = set()
-    tokens: list[object] = []  # kept, so that ids stay unique
+    tokens: list[object] = []  # stored, so that ids stay unique
 
     def acknowledge(token: object, instructions: list[Instruction]) -> list[Instruction]:
         if any(isinstance(instruction, Forward) for instruction in instructions):
@@ -65,7 +65,7 @@ def acknowledge_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open the gate one iteration too early."""
+    """Open the gate an iteration too early."""
     may_read, is_open = Iterations.may_read, Gate.is_open
     monkeypatch.setattr(Iterations, "may_read", lambda iterations, clock: may_read(iterations, clock - 1))
     monkeypatch.setattr(Gate, "is_open", lambda gate, clock: is_open(gate, clock - 1))

@@ -17,10 +17,10 @@ from simulator.product import KINDS, ProductCluster
 from simulator.product.truth import Truth
 
 SEEDS = range(34, 38)
-DEFECT_SEEDS = (2, 11, *range(200))  # the seeds that find the defects below come first
+DEFECT_SEEDS = (2, 11, *range(200))  # the first seeds find the defects below
 
 
-def test_nothing_promised_is_broken() -> None:
+def test_no_guarantee_is_violated() -> None:
     outcomes = [ProductCluster(seed).run() for seed in SEEDS]
     assert [f"seed {outcome.seed}: {outcome.violation}" for outcome in outcomes if outcome.violation] == []
     fired = sum((outcome.fired for outcome in outcomes), Counter[str]())
@@ -29,7 +29,7 @@ def test_nothing_promised_is_broken() -> None:
     assert sum(outcome.num_compared for outcome in outcomes) > 1_500
 
 
-def test_a_seed_is_the_same_every_time() -> None:
+def test_a_seed_gives_the_same_run_every_time() -> None:
     for seed in (3,):
         lines: list[list[str]] = [[], []]
         outcomes = [ProductCluster(seed, num_faults=6, trace=lines[run].append).run() for run in (0, 1)]
@@ -39,7 +39,7 @@ def test_a_seed_is_the_same_every_time() -> None:
 
 
 def violations(num_faults: int) -> Iterator[str]:
-    """Yield the violations, seed after seed."""
+    """Yield the violation of each seed."""
     for seed in DEFECT_SEEDS:
         violation = ProductCluster(seed, num_faults=num_faults).run().violation
         if violation is not None:

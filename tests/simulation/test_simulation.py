@@ -30,7 +30,7 @@ def test_public_names() -> None:
     )
 
 
-def test_nothing_promised_is_broken() -> None:
+def test_no_guarantee_is_violated() -> None:
     outcomes = [ProtocolCluster(seed).run() for seed in SEEDS]
     assert [f"seed {outcome.seed}: {outcome.violation}" for outcome in outcomes if outcome.violation] == []
     assert sum(outcome.num_reads for outcome in outcomes) > 500
@@ -38,8 +38,8 @@ def test_nothing_promised_is_broken() -> None:
     assert sum(fired[kind] for kind in (*KINDS, *FOLLOWING)) > 150
 
 
-def test_storms() -> None:
-    """Three seeds found errors.
+def test_many_faults_at_once() -> None:
+    """Three of these seeds have found errors.
 
     Two schedulers published; a server that filled another one missed a removal of workers; a new scheduler waited for
     a dead server while another server drained.
@@ -50,7 +50,7 @@ def test_storms() -> None:
 
 
 def test_with_min_replicas_and_enough_servers_all_work_continues() -> None:
-    """These seeds found a deadlock: a fill and an iteration waited for each other."""
+    """These seeds have found a deadlock: a fill and an iteration waited for each other."""
     for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501, *range(5)):
         settings = RunSettings.draw(Random(seed))
         if settings.replicas:
@@ -60,42 +60,42 @@ def test_with_min_replicas_and_enough_servers_all_work_continues() -> None:
 
 
 def test_no_server_treats_a_live_worker_as_departed() -> None:
-    """Two seeds found a worker that had last reported to a new scheduler; the third found an unheld lease."""
+    """Two seeds found a worker that only a new scheduler knew. The third seed found a lease without a holder."""
     for seed in (2370, 2971, 1870):
         outcome = ProtocolCluster(seed, num_faults=24).run()
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
 
 
 def test_a_removed_worker_stays_removed() -> None:
-    """This seed found an error: only a worker, whose views have no workers, had the scheduler's newest view."""
+    """This seed has found an error: only a worker had the newest view, and views of workers do not list workers."""
     assert ProtocolCluster(10214).run().violation is None
 
 
 def test_a_shard_is_leased_again_when_the_worker_is_removed() -> None:
-    """Found by this seed: a scheduler that could commit no view gave a shard to another worker, and both counted it."""
+    """This seed found a scheduler that could not commit a view but leased a shard again. It was counted twice."""
     assert ProtocolCluster(6065).run().violation is None
 
 
 def test_ended_voters_are_found_although_no_newer_view_names_the_voters() -> None:
-    """Found by these seeds: a server died, and then the scheduler, before the view without it was committed."""
+    """In these seeds, a server dies, and then the scheduler dies before it commits the view without the server."""
     for seed in (3087, 3759):
         outcome = ProtocolCluster(seed, num_faults=24).run()
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
 
 
-def test_every_kind_of_fault_fires() -> None:
+def test_every_kind_of_fault_occurs() -> None:
     fired: Counter[str] = Counter()
-    of_schedulers = ("crash-server", "crash-scheduler", "second-scheduler", "partition")  # for rare cases
-    for seed in (37, 12, 18, 94, 21, *SEEDS):  # the first five are enough, so far
+    of_schedulers = ("crash-server", "crash-scheduler", "second-scheduler", "partition")  # for rare faults
+    for seed in (37, 12, 18, 94, 21, *SEEDS):  # the first five seeds are usually enough
         fired += ProtocolCluster(seed, num_faults=24).run().fired
         fired += ProtocolCluster(seed, num_faults=24, faults=of_schedulers).run().fired
         if all(fired[kind] for kind in (*KINDS, *FOLLOWING)):
             return
-    raise AssertionError(f"never fired: {[kind for kind in (*KINDS, *FOLLOWING) if not fired[kind]]}")
+    raise AssertionError(f"never occurred: {[kind for kind in (*KINDS, *FOLLOWING) if not fired[kind]]}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_fault_alone(kind: str) -> None:
+def test_each_kind_of_fault_alone_violates_no_guarantee(kind: str) -> None:
     num_fired = 0
     for seed in range(4):
         outcome = ProtocolCluster(seed, faults=(kind,)).run()
@@ -116,7 +116,7 @@ def test_a_cut_cable_stops_progress_unless_one_server_is_expelled(monkeypatch: p
     assert any(violation is not None and "(progress)" in violation for violation in violations)
 
 
-def test_no_restarted_scheduler_forgets_a_death() -> None:
+def test_a_restarted_scheduler_recovers_a_death() -> None:
     num_restarts = 0
     for seed in range(10):
         lines: list[str] = []
@@ -130,7 +130,7 @@ def test_no_restarted_scheduler_forgets_a_death() -> None:
     assert num_restarts > 10
 
 
-def test_without_faults_nothing_is_sent_again() -> None:
+def test_without_faults_no_message_is_resent() -> None:
     for seed in range(20):
         outcome = ProtocolCluster(seed, faults=()).run()
         assert outcome.violation is None
@@ -144,13 +144,13 @@ def test_a_broken_rule_is_found(promise: str, monkeypatch: pytest.MonkeyPatch) -
     assert any(f"({promise})" in (outcome.violation or "") for outcome in outcomes)
 
 
-def test_buckets_are_lost_when_more_servers_fail_than_a_chain_bears() -> None:
+def test_buckets_are_lost_if_all_servers_of_a_chain_fail() -> None:
     outcomes = [ProtocolCluster(seed, allow_loss=True).run() for seed in range(16)]
     assert [outcome.violation for outcome in outcomes if outcome.violation] == []
     assert any(outcome.lost for outcome in outcomes)
 
 
-def test_a_seed_is_the_same_every_time() -> None:
+def test_a_seed_gives_the_same_run_every_time() -> None:
     for seed in (7, 8):
         lines: list[list[str]] = [[], []]
         outcomes = [ProtocolCluster(seed, trace=lines[run].append).run() for run in (0, 1)]
@@ -158,7 +158,7 @@ def test_a_seed_is_the_same_every_time() -> None:
         assert outcomes[0] == outcomes[1] == ProtocolCluster(seed).run()
 
 
-def test_a_seed_is_the_same_in_every_process() -> None:
+def test_a_seed_gives_the_same_run_in_every_process() -> None:
     code = "from simulator import ProtocolCluster; print(ProtocolCluster(11).run().trace_hash)"
     hashes = {
         subprocess.run(
@@ -205,30 +205,30 @@ def test_the_table_lists_fired_faults(capsys: pytest.CaptureFixture[str]) -> Non
         ["--product", "--allow-loss"],
     ],
 )
-def test_wrong_usage(wrong: list[str]) -> None:
+def test_wrong_usage_is_reported(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(wrong)
     assert caught.value.code == 2
 
 
-def come_and_go(seed: int) -> str | None:
+def join_and_leave(seed: int) -> str | None:
     """Return the violation while servers join and leave a cluster with one copy of each bucket."""
     settings = replace(RunSettings.draw(Random(seed)), replicas=0, consistency=Sequential())
     kinds = tuple(kind for kind in KINDS if kind != "crash-server")
     return ProtocolCluster(seed, settings=settings, faults=kinds, num_faults=12).run().violation
 
 
-def test_servers_come_and_go_under_sequential_without_replicas() -> None:
-    assert [(seed, found) for seed in range(20) if (found := come_and_go(seed))] == []
+def test_servers_join_and_leave_with_sequential_consistency_and_no_replicas() -> None:
+    assert [(seed, found) for seed in range(20) if (found := join_and_leave(seed))] == []
 
 
 def test_a_fill_reported_before_workers_retain_pushes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Iterations, "may_report", lambda iterations, buckets: True)
-    assert any("(gate)" in (come_and_go(seed) or "") for seed in (29, *range(60)))
+    assert any("(gate)" in (join_and_leave(seed) or "") for seed in (29, *range(60)))
 
 
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)])
-def test_a_cluster_with_given_settings(consistency: Sequential | BoundedDelay) -> None:
+def test_a_simulation_with_given_settings(consistency: Sequential | BoundedDelay) -> None:
     settings = RunSettings(
         num_servers=3,
         num_workers=3,

@@ -21,11 +21,11 @@ from simulator.settings import RunSettings
 
 PLAN = Plan("sums", "sparse", SGD(lr=1.0), is_shared=True)
 KEYS = PLAN.keys_of(0)[:2]
-NUM_PUSHES = 11  # too many for all subsets of all pushes
+NUM_PUSHES = 11  # too many pushes to try all subsets
 
 
 def check(rejected: set[int], *, lost: int | None = None) -> None:
-    """Check a server without some pushes. The worker knows that they may be missing, except for `lost`."""
+    """Check a server that lacks some pushes. The worker knows that these pushes except `lost` may be missing."""
     spec = TableSpec(name="sums", kind="sparse", update=to_fields(PLAN.rule), initializer=to_fields(PLAN.initializer))
     truth = Truth(RunSettings(num_servers=1, num_workers=1, replicas=1, consistency=Eventual(), think_s=0.1))
     truth.specs["sums"] = spec

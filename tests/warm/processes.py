@@ -1,4 +1,4 @@
-"""Starts programs, as ``subprocess.Popen`` does, but by a fork of a warm process; and fork servers for clusters."""
+"""Start programs like ``subprocess.Popen``, but by a fork of a warm process. Start fork servers for clusters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANKS = "WARM_RANKS_OF_TESTS"
 Without it ranks are started as new processes.
 """
 PROGRAMS = "tests.warm.programs"
-"""The process from which all except workers are forked."""
+"""The process from which all processes except workers are forked."""
 _PATIENCE_S = 300.0
 _TITLE_BYTES = 4096
 _fork_servers: dict[tuple[int, str], ForkServer] = {}
@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def zygotes() -> Iterator[None]:
-    """Start all kinds, which end with the block. Where forks are not safe, programs are started afresh."""
+    """Start the zygotes of all kinds until the end of the block. If forks are not safe, programs are spawned."""
     if sys.platform != "linux":
         yield
         return
@@ -88,8 +88,8 @@ def request_parent(kind: str, module: str) -> socket.socket:
             line.connect(path)
         except (FileNotFoundError, ConnectionRefusedError):
             line.close()
-            assert Path(path).parent.is_dir(), "the session has ended"
-            assert time.monotonic() < deadline, f"nobody listens at {path}"
+            assert Path(path).parent.is_dir(), "the zygote has ended with its session"
+            assert time.monotonic() < deadline, f"no zygote listens at {path}"
             time.sleep(0.01)
         else:
             line.sendall(module.encode() + b"\n")
@@ -180,27 +180,27 @@ class WarmProcess:
 
     @property
     def returncode(self) -> int | None:
-        """How it ended; None while it lives."""
+        """The exit status of the program; None while it runs."""
         return self.poll()
 
     def poll(self) -> int | None:
-        """Return how it ended; None while it lives."""
+        """Return the exit status of the program, or None while it runs."""
         return self._process.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises ``subprocess.TimeoutExpired``."""
+        """Wait for the end of the program. Raises ``subprocess.TimeoutExpired``."""
         return self._process.wait(timeout)
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the program a signal unless it has ended."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
+        """Kill the program unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it, wait for its end and close its streams."""
+        """Kill the program, wait for its end and close its streams."""
         self.kill()
         self.wait()
         for stream in (self.stdin, self.stdout, self.stderr):
@@ -208,7 +208,7 @@ class WarmProcess:
                 stream.close()
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """Close its input, read both streams to their ends, and wait for its own."""
+        """Close the program's input, read both output streams to their ends, and wait for the end of the program."""
         if self.stdin is not None:
             self.stdin.close()
         outputs: list[Any] = [None, None]
@@ -228,7 +228,7 @@ class WarmProcess:
 
 
 def _fork_server(kind: str) -> ForkServer:
-    """Return this process's fork server of a kind; it is made once, and ends with this process."""
+    """Return this process's fork server of a kind. It is started once, and ends with this process."""
     with _lock:
         key = (os.getpid(), kind)
         if key not in _fork_servers:

@@ -1,4 +1,4 @@
-"""The programs that are forked: ``python [-W error] [-X faulthandler] SCRIPT …`` or ``python -m MODULE …``."""
+"""The forked programs: ``python [-W error] [-X faulthandler] SCRIPT …`` or ``python -m MODULE …``."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def main() -> NoReturn:
 
 
 def end(status: int) -> NoReturn:
-    """End as an interpreter does, but take down no modules: to do so copies them all, which takes half a second."""
+    """End like an interpreter, but without the removal of modules, which would copy all modules in half a second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -94,7 +94,7 @@ def end(status: int) -> NoReturn:
 
 
 def _enter(namespace: str) -> None:
-    """Enter another namespace, of networks or mounts."""
+    """Enter another network or mount namespace."""
     folder, libc = os.getcwd(), ctypes.CDLL(None, use_errno=True)
     with open(namespace, "rb") as namespace_file:
         if libc.setns(namespace_file.fileno(), 0) != 0:
@@ -107,7 +107,7 @@ def _fork_rank(command: list[str], **options: Any) -> WarmProcess:
 
 
 def _show_mark() -> None:
-    """Show the mark of this session, as if this process had been started with it."""
+    """Show the mark of this session like a process that was started with the mark."""
     mark = os.environ.get(MARK)
     with contextlib.suppress(OSError), open("/proc/self/stat", "rb") as stat:
         start, end = (int(word) for word in stat.read().rpartition(b")")[2].split()[47:49])
@@ -121,16 +121,16 @@ class _Fork:
         self._pid = pid
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the child."""
         os.kill(self._pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Return its status when it has ended."""
+        """Wait for the end of the child; return its status."""
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
 
 def _fork_fork_server(module: str = CHILD) -> ForkServer:
-    """Fork a fork server from this process, which has loaded all it would load."""
+    """Fork a fork server from this process, which has already loaded the same modules."""
     if reason_not_to_fork() is not None:
         return _start_afresh(module)
     own_end, peer_end = socket.socketpair()
@@ -151,7 +151,7 @@ def _fork_fork_server(module: str = CHILD) -> ForkServer:
 
 
 def _serve(own_end: socket.socket, peer_end: socket.socket, module: Any) -> None:
-    """Run a fork server, or one of its children."""
+    """Run a fork server, or a child of a fork server."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

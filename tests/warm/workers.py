@@ -42,7 +42,7 @@ def prepare() -> None:
 
 
 def main() -> NoReturn:
-    """Run one worker: execute the commands of xdist."""
+    """Run one worker, which executes the commands of xdist."""
     from . import programs
 
     exec(eval(sys.stdin.readline()), {"__name__": "__main__"})

@@ -32,7 +32,7 @@ MODULES = {
 
 
 def main(kind: str, path: str) -> None:
-    """Serve connections. The first word on each connection is the name of a module to run."""
+    """Serve connections. The first word on each connection is the name of the module to run."""
     gc.disable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the status of a warm parent
     with socket.socket(socket.AF_UNIX) as listener:

@@ -5,7 +5,7 @@ under every strategy. The tensors equal the tensors of one device to 1e-5, or th
 sentence.
 """
 
-# The order is that of the table in the docs.
+# This is the order of the table in the docs.
 from tests.conformance.idioms import gradients, backward, parameters, model_and_optimizer, several_models  # noqa: F401, I001
 from tests.conformance.idioms.trial import IDIOMS, OPTIONS, Trial, idiom
 

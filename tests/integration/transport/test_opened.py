@@ -81,7 +81,10 @@ class Talkative(EchoHandler):
 
 @contextmanager
 def fake_server(*words: bytes) -> Iterator[str]:
-    """Send these bytes, each after the first when bytes have arrived, and close the connection."""
+    """Yield the address of a server that sends these byte strings and closes the connection.
+
+    It sends each string after the first when it has received bytes.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         where = f"127.0.0.1:{listening.getsockname()[1]}"
 
@@ -174,14 +177,14 @@ def test_a_connection_lost_while_it_is_opened_is_reported_once(either: Transport
             asyncio.run(run())
 
 
-def test_a_full_backlog_at_both_ends_dissolves() -> None:
+def test_a_full_backlog_at_both_ends_is_sent_finally() -> None:
     transport = SocketTransport(TOKEN, limits=Limits(max_backlog_bytes=1 << 20))
 
     async def run() -> None:
         inbox = Inbox()
         peer = await transport.open(inbox, served.endpoint, SERVER)
         body = bytes(1 << 20)
-        for number in range(60):  # far more than both ends' limits and the system's buffers
+        for number in range(60):  # far more than the limits of both ends and the system's buffers
             peer.send(*frame_parts(ECHO, request=number, body=body))
         assert peer.write_backlog_bytes > 30 << 20
         frames = await inbox.wait_frames(60)
@@ -228,7 +231,7 @@ def test_the_server_rejects_invalid_frames_with_the_reason(either: Transport) ->
         asyncio.run(run(pack_header(FrameKind.ERROR)))
 
 
-def test_errors_are_for_the_server_to_send(either: Transport) -> None:
+def test_only_the_server_may_send_errors(either: Transport) -> None:
     async def run() -> None:
         peer = await either.open(Inbox(), served.endpoint, SERVER)
         with pytest.raises(UsageError, match="accept"):
@@ -314,7 +317,7 @@ _ESCAPED = r"an unauthenticated peer reported UsageError: '\\x1b\]0;title\\x07\\
         ((_CHALLENGE, pack_header(FrameKind.REFUSED, body_bytes=5000)), ProtocolError, "5040 bytes"),
     ],
 )
-def test_text_of_an_unauthenticated_peer_is_neither_trusted_nor_shown_raw(
+def test_text_of_an_unauthenticated_peer_is_marked_and_escaped(
     reach: Callable[[SocketTransport, str], None], words: tuple[bytes, ...], kind: type[Exception], message: str
 ) -> None:
     with fake_server(*words) as where, pytest.raises(PacelineError, match=message) as caught:
@@ -352,7 +355,7 @@ def test_a_peer_of_another_version_receives_the_own_version() -> None:
     asyncio.run(run())
 
 
-def test_no_listener_and_a_silent_listener() -> None:
+def test_a_missing_listener_and_a_silent_listener_are_reported() -> None:
     transport = SocketTransport(TOKEN)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         where = f"127.0.0.1:{mute.getsockname()[1]}"
@@ -387,8 +390,8 @@ def test_opening_can_be_cancelled() -> None:
         asyncio.run(run(f"127.0.0.1:{mute.getsockname()[1]}"))
 
 
-@pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="no Unix sockets")
-def test_a_full_queue_of_a_unix_socket_is_waited_for() -> None:
+@pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="this system has no Unix sockets")
+def test_opening_waits_for_a_full_queue_of_a_unix_socket() -> None:
     place = Address.parse("unix://@paceline-test-full-queue")
 
     async def run(listening: socket.socket, waiting: list[socket.socket]) -> None:
@@ -448,9 +451,9 @@ def test_tls_on_one_side_only(certificates: dict[str, TLS]) -> None:
 
 
 def test_a_server_serves_and_opens_with_one_handler(either: Transport) -> None:
-    """A chain of three servers in one loop.
+    """Three servers in one loop form a chain.
 
-    Each one forwards the request, and the last one replies through all of them.
+    The first two servers forward the request, and the last server replies through the chain.
     """
 
     class Link(Handler):

@@ -1,4 +1,4 @@
-"""An attacker between two ends with the token can cut their connection, and can do nothing else."""
+"""An attacker between two ends that share a token can cut their connection, but nothing more."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def echo(transport: SocketTransport, target: Endpoint | Address, *sizes: int) ->
         channel.close()
 
 
-def test_a_tunnel_is_as_good_as_a_cable(transport: SocketTransport) -> None:
+def test_an_unchanged_relay_has_no_effect(transport: SocketTransport) -> None:
     with serve_in_thread(EchoHandler(), transport, unix=False) as served, relay(served.endpoint.tcp) as between:
         echo(transport, between.address, *SIZES)
         endpoint = msgspec.structs.replace(served.endpoint, tcp=between.address)
@@ -80,7 +80,7 @@ def test_frames_changed_by_a_relay_end_the_connection(transport: SocketTransport
         assert handler.num_frames == {"a replay": 2, "a frame of its own": 1}.get(fault, 1)
 
 
-def test_frames_of_the_server_are_sealed_too(transport: SocketTransport) -> None:
+def test_frames_of_the_server_are_sealed(transport: SocketTransport) -> None:
     for size in (100, 1_000_000):
         with serve_in_thread(EchoHandler(), transport) as served, socket.create_server(("127.0.0.1", 0)) as trap:
 
@@ -123,7 +123,7 @@ def meta_of(frame: bytes) -> bytes:
 
 
 def test_a_hello_cannot_be_forged(transport: SocketTransport) -> None:
-    """The attacker uses a nonce that consists of the real server's nonce and the head of another Hello."""
+    """The attacker builds a nonce from the real server's nonce and the head of another Hello."""
     handler = EchoHandler()
     with serve_in_thread(handler, transport) as served, socket.create_server(("127.0.0.1", 0)) as trap:
         encode = msgspec.msgpack.encode
@@ -155,8 +155,8 @@ def test_a_hello_cannot_be_forged(transport: SocketTransport) -> None:
         assert not handler.peers
 
 
-def test_a_proof_is_valid_for_one_listener_only(transport: SocketTransport) -> None:
-    """A relay that leads a member to another node of its cluster: both ends notice."""
+def test_a_proof_is_valid_for_only_one_listener(transport: SocketTransport) -> None:
+    """Both ends detect a relay that connects a member to another node of its cluster."""
     handler = EchoHandler()
     with (
         serve_in_thread(EchoHandler(), transport) as wanted,
@@ -190,7 +190,7 @@ def test_a_replayed_proof_is_rejected(transport: SocketTransport) -> None:
         assert handler.num_frames == 1
 
 
-def test_local_frames_carry_no_tags(certificates: dict[str, TLS]) -> None:
+def test_local_frames_have_no_tags(certificates: dict[str, TLS]) -> None:
     plain, secured = SocketTransport(TOKEN), SocketTransport(TOKEN, tls=certificates["ours"])
     for transport in (plain, secured):
         with serve_in_thread(EchoHandler(), transport) as served, relay(served.endpoint.tcp) as between:

@@ -63,7 +63,7 @@ def test_the_oldest_unauthenticated_connection_is_closed(
         wait_until(lambda: process.num_fds() <= before + len(silent) + LIMIT)
         silent[0].settimeout(10)
         while silent[0].recv(1 << 12):
-            pass  # its challenge, and the end of the stream
+            pass  # the client receives its challenge and the end of the stream
         echo(transport, served.endpoint)
         known.send(*frame_parts(ECHO, body=b"still here"))
         assert bytes(known.receive_frame(10).body) == b"still here"
@@ -92,7 +92,7 @@ def few_descriptors(spare: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_strangers_leave_descriptors_to_other_peers(transport: SocketTransport) -> None:
+def test_unauthenticated_connections_leave_descriptors_to_other_peers(transport: SocketTransport) -> None:
     with few_descriptors(spare=200), serve_in_thread(EchoHandler(), transport) as served:
         place = (served.endpoint.tcp.host, str(served.endpoint.tcp.port))
         command = [sys.executable, "-c", _CROWD, *place]
@@ -104,13 +104,13 @@ def test_strangers_leave_descriptors_to_other_peers(transport: SocketTransport) 
             crowd.communicate(timeout=60)
 
 
-def test_strangers_use_at_most_a_quarter_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_connections_use_at_most_a_quarter_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 256), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024), (2, 1)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert max_unauthenticated() == most
 
 
-def test_another_user_is_shown_out_before_a_word(transport: SocketTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_another_user_are_closed(transport: SocketTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     handler = EchoHandler()
     node = Node(TOKEN)
     with serve_in_thread(handler, transport) as served:
