@@ -1,6 +1,6 @@
 """Measure elastic all-reduce: recovery from a killed rank, the pause when a rank joins, and the cost without faults.
 
-    python benchmarks/elastic.py [faults] [cost] [balance] [--kills 5] [--steps 200]
+    python benchmarks/elastic.py [faults] [cost] [balance] [endurance] [--kills 5] [--steps 200] [--minutes 30]
 
 Two ranks train a model of 33 kB with AdamW. Each step sleeps instead of computing: 20 ms for the first two figures, 50
 ms for the third one. For the last figure, a step has 64 samples. One rank sleeps 1 ms per sample, and the other rank
@@ -8,24 +8,35 @@ sleeps 3 ms. The program prints medians, with the smallest and the largest value
 
 - from SIGKILL of one rank to the next committed step of the other rank;
 - the longest step of the old rank when the replacement joins, minus its median step;
+- if torchft is installed, the same two figures of torchft on Gloo. A replica group of torchft is lost after 5 s without
+a heartbeat by default; the figures of 1 s are shown too;
 - the time of forward, backward and step in an elastic run, minus this time in a run without ``--min-ranks``. The two
 runs alternate;
-- the time of a step with a rank that is three times slower than the other one, without and with ``--balance``.
+- the time of a step with a rank that is three times slower than the other one, without and with ``--balance``;
+- the loss after 30 minutes in which one of three ranks is killed every 5 s, the loss without kills after the same
+number of epochs, and the memory of the launcher.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import os
+import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 SCRIPT = """
 import itertools, os, sys, time
@@ -57,25 +68,104 @@ with open(folder / f"{name} {os.getpid()}", "w", buffering=1) as log:
             if next(count) == num_steps:
                 sys.exit()
 """
+TORCHFT_SCRIPT = """
+import itertools, os, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import torchft
+from torch import nn
+
+folder, sleep_s, batch_size = Path(sys.argv[1]), float(sys.argv[2]), 4
+name = os.environ["PACELINE_INCARNATION"]
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+
+def load(state):
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+def state():
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+manager = torchft.Manager(
+    pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=30)), load_state_dict=load, state_dict=state,
+    min_replica_size=1, replica_id=f"rank {name}", rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
+)
+model = torchft.DistributedDataParallel(manager, model)
+steps = torchft.Optimizer(manager, optimizer)
+inputs, targets = torch.randn(batch_size, 64), torch.randn(batch_size, 64)
+with open(folder / f"{name} {os.getpid()}", "w", buffering=1) as log:
+    while True:
+        time.sleep(sleep_s)
+        begun_s, before = time.monotonic(), manager.current_step()
+        steps.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        steps.step()
+        if manager.current_step() > before:  # the step is committed
+            log.write(f"{begun_s} {time.monotonic()} {manager.num_participants()}\\n")
+"""
+ENDURANCE_SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+import paceline.torch as pt
+
+folder, sleep_s, num_epochs, seed = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+strategy = pt.strategy()
+torch.manual_seed(0)
+x = torch.randn(4096, 16)
+y = torch.sin(x.sum(1, keepdim=True)) + 0.5 * torch.randn(4096, 1)
+torch.manual_seed(seed)
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)
+model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+epoch, has_joined, is_over = 0, False, False
+while not is_over:
+    for inputs, targets in loader:
+        time.sleep(sleep_s)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        if strategy.has_joined and not has_joined:
+            has_joined = True
+            (folder / f"{os.environ['PACELINE_INCARNATION']} {os.getpid()}").touch()
+    epoch += 1
+    if has_joined:
+        is_over = bool(strategy.reduce(float(epoch == num_epochs or (folder / "stop").exists()), "max"))
+if strategy.is_main:
+    with torch.no_grad():
+        loss = nn.functional.mse_loss(strategy.module(x), y).item()
+    (folder / "result").write_text(f"{epoch} {loss}")
+"""
 RANKS = 2
 ELASTIC = ("--min-ranks", "1")
 GLOBAL_BATCH = 64
 PATIENCE_S = 120.0
+TORCHFT_TIMEOUTS_MS = (5000, 1000)  # the default time without a heartbeat, and a short one
+
+
+class LostRankError(Exception):
+    """The rank that no benchmark has killed ended too."""
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process runs, and is not a zombie."""
+    return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
 
 
 class Training:
-    """A run of the script. Each rank writes the times of its steps to a file."""
+    """A training with two ranks. Each rank writes the times of its steps to a file."""
 
-    def __init__(
-        self, folder: Path, sleep_s: float, num_steps: int, *options: str, batch_size: int = 4, slowness: str = ""
-    ) -> None:
-        """Start the run. If `slowness` has a factor per rank, each rank sleeps `sleep_s` times it for each sample."""
-        self._folder = folder
-        (folder / "script.py").write_text(SCRIPT)
-        command = [sys.executable, "-m", "paceline", "run", "--strategy", "all-reduce", "--nproc-per-node", str(RANKS)]
-        command += [*options, str(folder / "script.py"), str(folder), str(sleep_s), str(num_steps), str(batch_size)]
-        command += slowness.split()
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.main: subprocess.Popen[bytes]
+        """The process that lives as long as the training."""
 
     def steps(self, rank: Path) -> list[tuple[float, float, int]]:
         """Return start, end and number of ranks of each complete step of a rank."""
@@ -84,54 +174,132 @@ class Training:
 
     def ranks(self) -> list[Path]:
         """Return the files of all ranks so far, the oldest first."""
-        return sorted((path for path in self._folder.glob("* *")), key=lambda path: int(path.name.split()[0]))
+        return sorted((path for path in self.folder.glob("* *")), key=lambda path: int(path.name.split()[0]))
 
     def wait_size(self, rank: Path, size: int, after_s: float) -> tuple[float, float]:
         """Return start and end of the rank's first step with this number of ranks that ends after a time."""
         deadline_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline_s and self.process.poll() is None:
+        while time.monotonic() < deadline_s and self.main.poll() is None:
+            if not is_running(int(rank.name.split()[1])):
+                raise LostRankError
             for begun_s, ended_s, found in self.steps(rank):
                 if ended_s > after_s and found == size:
                     return begun_s, ended_s
             time.sleep(0.05)
         raise SystemExit(f"no step with {size} ranks within {PATIENCE_S:g} s")
 
+    def replace_killed(self) -> None:
+        """Start a rank in place of the killed one, unless the training does it by itself."""
 
-def measure_faults(kills: int) -> tuple[list[float], list[float]]:
-    """Return the recovery times, and the pauses when a rank joins, in seconds."""
-    recoveries, pauses = [], []
-    with tempfile.TemporaryDirectory() as name:
-        training = Training(Path(name), 0.02, 1_000_000, *ELASTIC)
-        try:
-            while len(training.ranks()) < RANKS:
-                time.sleep(0.1)
-            survivor = training.ranks()[0]
-            since_s = 0.0
-            for _ in range(kills):
-                _, joined_s = training.wait_size(survivor, RANKS, since_s)
-                time.sleep(1.0)
-                killed_s = time.monotonic()
-                os.kill(int(training.ranks()[-1].name.split()[1]), signal.SIGKILL)
-                _, recovered_s = training.wait_size(survivor, RANKS - 1, killed_s)
-                recoveries.append(recovered_s - killed_s)
-                _, joined_s = training.wait_size(survivor, RANKS, recovered_s)
-                time.sleep(0.3)
-                ends = [ended_s for _, ended_s, _ in training.steps(survivor)]
-                gaps = {end: end - before for before, end in itertools.pairwise(ends)}
-                typical_s = statistics.median(gaps.values())
-                pauses.append(max(gap for end, gap in gaps.items() if abs(end - joined_s) < 0.1) - typical_s)
-                since_s = joined_s
-        finally:
-            training.process.send_signal(signal.SIGTERM)
-            training.process.wait()
-    return recoveries, pauses
+    def close(self) -> None:
+        self.main.send_signal(signal.SIGTERM)
+        self.main.wait()
+
+
+class PacelineTraining(Training):
+    """A run of the script, with a launcher that replaces killed ranks."""
+
+    def __init__(
+        self, folder: Path, sleep_s: float, num_steps: int, *options: str, batch_size: int = 4, slowness: str = ""
+    ) -> None:
+        """Start the run. If `slowness` has a factor per rank, each rank sleeps `sleep_s` times it for each sample."""
+        super().__init__(folder)
+        (folder / "script.py").write_text(SCRIPT)
+        command = [sys.executable, "-m", "paceline", "run", "--strategy", "all-reduce", "--nproc-per-node", str(RANKS)]
+        command += [*options, str(folder / "script.py"), str(folder), str(sleep_s), str(num_steps), str(batch_size)]
+        command += slowness.split()
+        self.main = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+
+class TorchftTraining(Training):
+    """Two replica groups of torchft with one rank each, and its lighthouse."""
+
+    def __init__(self, folder: Path, sleep_s: float, heartbeat_ms: int) -> None:
+        super().__init__(folder)
+        (folder / "script.py").write_text(TORCHFT_SCRIPT)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        lighthouse = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", self._address]
+        lighthouse += ["--min_replicas", "1", "--join_timeout_ms", "10000", "--heartbeat_timeout_ms", str(heartbeat_ms)]
+        self.main = subprocess.Popen(lighthouse, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._command = [sys.executable, str(folder / "script.py"), str(folder), str(sleep_s)]
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        for _ in range(RANKS):
+            self.replace_killed()
+
+    def replace_killed(self) -> None:
+        variables = {
+            "TORCHFT_LIGHTHOUSE": f"http://{self._address}",
+            "PACELINE_INCARNATION": str(len(self._ranks)),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        }
+        self._ranks.append(
+            subprocess.Popen(
+                self._command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+        )
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+        super().close()
+
+
+@dataclass
+class Faults:
+    """The results of several kills; times in seconds."""
+
+    recoveries: list[float] = field(default_factory=list)
+    """From the kill of one rank to the next committed step of the other rank."""
+    pauses: list[float] = field(default_factory=list)
+    """The longest step of the old rank when a new rank joins, minus its median step."""
+    num_lost: int = 0
+    """Number of kills after which the other rank ended too."""
+
+
+def measure_faults(start: Callable[[Path], Training], kills: int) -> Faults:
+    """Kill one of two ranks again and again. If the other rank ends too, start the training again."""
+    faults = Faults()
+    while len(faults.recoveries) + faults.num_lost < kills:
+        with tempfile.TemporaryDirectory() as folder:
+            training = start(Path(folder))
+            try:
+                _kill_ranks(training, faults, kills)
+            except LostRankError:
+                faults.num_lost += 1
+            finally:
+                training.close()
+    return faults
+
+
+def _kill_ranks(training: Training, faults: Faults, kills: int) -> None:
+    while len(training.ranks()) < RANKS:
+        time.sleep(0.1)
+    survivor = training.ranks()[0]
+    since_s = 0.0
+    while len(faults.recoveries) + faults.num_lost < kills:
+        training.wait_size(survivor, RANKS, since_s)
+        time.sleep(1.0)
+        killed_s = time.monotonic()
+        os.kill(int(training.ranks()[-1].name.split()[1]), signal.SIGKILL)
+        _, recovered_s = training.wait_size(survivor, RANKS - 1, killed_s)
+        faults.recoveries.append(recovered_s - killed_s)
+        training.replace_killed()
+        _, since_s = training.wait_size(survivor, RANKS, recovered_s)
+        time.sleep(0.3)
+        ends = [ended_s for _, ended_s, _ in training.steps(survivor)]
+        gaps = {end: end - before for before, end in itertools.pairwise(ends)}
+        typical_s = statistics.median(gaps.values())
+        faults.pauses.append(max(gap for end, gap in gaps.items() if abs(end - since_s) < 0.1) - typical_s)
 
 
 def measure_step(num_steps: int, *options: str) -> float:
     """Return the median time of forward, backward and step, in seconds."""
     with tempfile.TemporaryDirectory() as name:
-        training = Training(Path(name), 0.05, num_steps, *options)
-        training.process.wait()
+        training = PacelineTraining(Path(name), 0.05, num_steps, *options)
+        training.main.wait()
         steps = training.steps(training.ranks()[0])
         return statistics.median(ended_s - begun_s for begun_s, ended_s, _ in steps[len(steps) // 4 :])
 
@@ -140,22 +308,77 @@ def measure_unequal(num_steps: int, *options: str) -> list[float]:
     """Return the step times, in seconds, in the second half of a run with a rank that is three times slower."""
     options = (*ELASTIC, "--global-batch", str(GLOBAL_BATCH), *options)
     with tempfile.TemporaryDirectory() as name:
-        training = Training(Path(name), 0.001, num_steps, *options, batch_size=GLOBAL_BATCH, slowness="1 3")
-        training.process.wait()
+        training = PacelineTraining(Path(name), 0.001, num_steps, *options, batch_size=GLOBAL_BATCH, slowness="1 3")
+        training.main.wait()
         ends = [ended_s for _, ended_s, _ in training.steps(training.ranks()[0])]
         return [after - before for before, after in itertools.pairwise(ends[len(ends) // 2 :])]
 
 
+def train_long(
+    seed: int, num_epochs: int, sleep_s: float, every_s: float = 0.0, duration_s: float = 0.0
+) -> list[float]:
+    """Train on three ranks with 192 samples in a step.
+
+    With `every_s`, kill a random rank at this interval for `duration_s` seconds, and then end the training. Return the
+    number of epochs, the loss on the training data, the number of kills, and the memory of the launcher in MiB after a
+    tenth of the time and at the end.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, kills = Path(name), 0
+        sizes: list[float] = []
+        (folder / "script.py").write_text(ENDURANCE_SCRIPT)
+        options = ["--nproc-per-node", "3", "--min-ranks", "1", "--global-batch", "192"]
+        command = [sys.executable, "-m", "paceline", "run", "--strategy", "all-reduce", *options]
+        command += [str(folder / "script.py"), name, str(sleep_s), str(num_epochs), str(seed)]
+        launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        process, begun_s = psutil.Process(launcher.pid), time.monotonic()
+        while every_s and launcher.poll() is None and time.monotonic() < begun_s + duration_s:
+            time.sleep(every_s)
+            joined = [int(path.name.split()[1]) for path in folder.glob("* *")]
+            joined = [pid for pid in joined if is_running(pid)]
+            if len(joined) > 1:
+                os.kill(random.choice(joined), signal.SIGKILL)
+                kills += 1
+            if not sizes and time.monotonic() > begun_s + duration_s / 10:
+                sizes.append(process.memory_info().rss / 2**20)
+        if every_s and launcher.poll() is None:
+            sizes.append(process.memory_info().rss / 2**20)
+            (folder / "stop").touch()
+        if launcher.wait():
+            raise SystemExit(f"the training ended with status {launcher.returncode} after {kills} kills")
+        epochs, loss = (folder / "result").read_text().split()
+        return [int(epochs), float(loss), kills, *sizes]
+
+
+def show_endurance(options: argparse.Namespace) -> None:
+    epochs, loss, kills, first, last = train_long(0, 0, 0.02, 5.0, 60.0 * options.minutes)
+    print(f"loss after {epochs} epochs with {kills} kills in {options.minutes:g} min: {loss:.4f}")
+    undisturbed = [train_long(seed, int(epochs), 0.0)[1] for seed in range(3)]
+    print(f"loss after {epochs} epochs without kills, three seeds: {', '.join(f'{loss:.4f}' for loss in undisturbed)}")
+    print(f"memory of the launcher: {first:.1f} MiB after a tenth of the time, {last:.1f} MiB at the end")
+
+
 def show(title: str, seconds: Sequence[float]) -> None:
     """Print median, smallest and largest value."""
+    if not seconds:
+        print(f"{title:<52} no value")
+        return
     shown = [1e3 * value for value in (statistics.median(seconds), min(seconds), max(seconds))]
     print(f"{title:<52} {shown[0]:8.2f} ms  ({shown[1]:.2f} to {shown[2]:.2f})", flush=True)
 
 
 def show_faults(options: argparse.Namespace) -> None:
-    recoveries, pauses = measure_faults(options.kills)
-    show("killed rank to the survivor's next committed step", recoveries)
-    show("pause of the old rank when a rank joins", pauses)
+    trainings: dict[str, Callable[[Path], Training]] = {
+        "Paceline": lambda folder: PacelineTraining(folder, 0.02, 1_000_000, *ELASTIC)
+    }
+    for timeout_ms in TORCHFT_TIMEOUTS_MS if importlib.util.find_spec("torchft") else ():
+        trainings[f"torchft, {timeout_ms / 1e3:g} s"] = partial(TorchftTraining, sleep_s=0.02, heartbeat_ms=timeout_ms)
+    for name, start in trainings.items():
+        faults = measure_faults(start, options.kills)
+        show(f"killed rank to the next committed step, {name}", faults.recoveries)
+        show(f"pause of the old rank at a join, {name}", faults.pauses)
+        if faults.num_lost:
+            print(f"  after {faults.num_lost} of {options.kills} kills the other rank of {name} ended too")
 
 
 def show_cost(options: argparse.Namespace) -> None:
@@ -174,7 +397,7 @@ def show_balance(options: argparse.Namespace) -> None:
     show("step with one rank three times slower, --balance", measure_unequal(options.steps, "--balance"))
 
 
-PARTS = {"faults": show_faults, "cost": show_cost, "balance": show_balance}
+PARTS = {"faults": show_faults, "cost": show_cost, "balance": show_balance, "endurance": show_endurance}
 
 
 def main() -> None:
@@ -183,6 +406,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"figures to measure: {', '.join(PARTS)}; default all")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration of the training with kills")
     options = parser.parse_args()
     for name in options.parts or PARTS:
         PARTS[name](options)
