@@ -311,7 +311,7 @@ def expect_equal_steps(
         assert train(strategy) == pytest.approx(expected, abs=1e-5), schedule
 
 
-def check_a_model_with_a_loss(rank: int, size: int, schedule: str = "interleaved") -> None:
+def check_a_model_with_a_loss(rank: int, size: int, schedule: str = "interleaved", evaluates: bool = False) -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, _),) = batches_of([rows])
         targets = x.roll(1, 1).masked_fill(x < 4, -1)  # microbatches have different numbers of targets
@@ -324,7 +324,7 @@ def check_a_model_with_a_loss(rank: int, size: int, schedule: str = "interleaved
             values.append(alone.square().mean())
         return values
 
-    expect_equal_steps(LossWithin, step, schedule)
+    expect_equal_steps(LossWithin, step, schedule, evaluates=evaluates)
 
 
 def check_ignored_targets(rank: int, size: int, schedule: str = "1f1b", evaluates: bool = False) -> None:
@@ -407,7 +407,7 @@ def thorough_a_complete_transformer(rank: int, size: int) -> None:
 
 
 def thorough_models_in_the_other_schedule(rank: int, size: int) -> None:
-    check_a_model_with_a_loss(rank, size, "1f1b")
+    check_a_model_with_a_loss(rank, size, "1f1b", evaluates=True)
     check_ignored_targets(rank, size, "interleaved", evaluates=True)
     check_a_custom_output_class(rank, size, "1f1b", evaluates=True)
     check_a_model_with_states(rank, size, "1f1b")

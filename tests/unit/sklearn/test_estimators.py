@@ -126,11 +126,10 @@ def test_classification_with_several_classes(tmp_path: Path) -> None:
     assert (model.classes_[probabilities.argmax(axis=1)] == model.predict(X)).all()
     model.save(tmp_path / "model")
     np.testing.assert_allclose(paceline.load(tmp_path / "model").predict(X), probabilities, atol=1e-6)
-    heavy = LogisticRegression(random_state=0, class_weight={"setosa": 1, "versicolor": 9, "virginica": 1}).fit(
-        X, names
-    )
+    weights = {"setosa": 1, "versicolor": 9, "virginica": 1}
+    heavy = LogisticRegression(random_state=0, class_weight=weights, epochs=8).fit(X, names)
     assert (heavy.predict(X) == "versicolor").sum() > (model.predict(X) == "versicolor").sum()
-    again = LogisticRegression().partial_fit(X[::2], names[::2], classes=names[::50])
+    again = LogisticRegression(epochs=8).partial_fit(X[::2], names[::2], classes=names[::50])
     copy = pickle.loads(pickle.dumps(again.partial_fit(X[1::2], names[1::2])))
     np.testing.assert_array_equal(copy.predict_proba(X), again.predict_proba(X))
 
@@ -292,14 +291,17 @@ def test_training_on_a_local_cluster() -> None:
 def test_a_factorization_machine_learns_effects_of_pairs() -> None:
     X, y = pairs()
     linear, machine = (
-        kind(l1=0.0, random_state=0).fit(X[:2000], y[:2000]) for kind in (LogisticRegression, FactorizationMachine)
+        model.fit(X[:2000], y[:2000])
+        for model in (
+            LogisticRegression(l1=0.0, random_state=0, epochs=8),
+            FactorizationMachine(l1=0.0, random_state=0),
+        )
     )
     unseen = X[2000:].toarray(), y[2000:]
     assert linear.score(*unseen) < 0.55
     assert machine.score(*unseen) > 0.75  # the true probabilities reach 0.8
-    without = FactorizationMachine(l1=0.0, random_state=0, **{**GIVEN, "factor_min_count": 1 << 20}).fit(
-        X[:2000], y[:2000]
-    )
+    settings = {**GIVEN, "factor_min_count": 1 << 20, "epochs": 8}
+    without = FactorizationMachine(l1=0.0, random_state=0, **settings).fit(X[:2000], y[:2000])
     assert without.score(*unseen) < 0.55
 
 
