@@ -67,7 +67,15 @@ def count(client: Client) -> None:
     client.flush()
 
 
-@pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1), Sequential()], ids=str)
+@pytest.mark.parametrize(
+    "consistency",
+    [
+        pytest.param(Eventual(), marks=pytest.mark.thorough),
+        pytest.param(BoundedDelay(tau=1), marks=pytest.mark.thorough),
+        Sequential(),
+    ],
+    ids=str,
+)
 def test_one_of_two_disconnected_servers_is_expelled_without_loss(consistency: Consistency) -> None:
     cables = Cables()
     with Cluster(

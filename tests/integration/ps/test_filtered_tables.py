@@ -239,7 +239,7 @@ def test_a_worker_resends_keys_while_it_waits_for_another_server() -> None:
         in_threads(follow, lambda: np.testing.assert_array_equal(tables[0].pull(KEYS), -6 * ones))
 
 
-@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
+@pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
 def test_servers_join_and_leave(consistency: Consistency) -> None:
     with Cluster(servers=3, replicas=1, consistency=consistency, heartbeat_timeout_s=1.0) as cluster:
         client = cluster.connect()

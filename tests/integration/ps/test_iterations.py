@@ -83,8 +83,18 @@ class Regression:
             return table.pull() if isinstance(table, DenseTable) else table.pull(self.keys).ravel()
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    ("rule", "dense"),
+    [
+        pytest.param(
+            *(rule, dense),
+            marks=[pytest.mark.thorough] * (dense != isinstance(rule, Momentum | Adam)),
+            id=f"{type(rule).__name__}-{'dense' if dense else 'sparse'}",
+        )
+        for rule in RULES
+        for dense in (False, True)
+    ],
+)
 def test_sequential_training_equals_one_process_with_the_joined_batch(rule: UpdateRule, dense: bool) -> None:
     regression = Regression(dense)
     alone = regression.train(rule, workers=1, servers=1, aggregate="sum", jitter=0)

@@ -139,7 +139,7 @@ def test_replicas_are_compared_during_the_load(
         assert same(values(client), expected)
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("replicas", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_server_joins_during_the_load(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch, replicas: int
 ) -> None:
@@ -253,7 +253,7 @@ def test_loading_starts_when_no_server_is_being_filled(
         assert same(values(client), expected)
 
 
-@pytest.mark.parametrize("blind", [0, 1])
+@pytest.mark.parametrize("blind", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_replica_without_the_files_is_reported(
     snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch, blind: int
 ) -> None:

@@ -79,7 +79,9 @@ def assert_replicas_equal(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("replicas", [0, 1])
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-@pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=2)], ids=str)
+@pytest.mark.parametrize(
+    "consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), BoundedDelay(tau=2)], ids=str
+)
 def test_an_overflowing_push_changes_nothing(consistency: Consistency, kind: str, replicas: int) -> None:
     with Cluster(servers=1 + replicas, replicas=replicas, consistency=consistency) as cluster:
         table = Table(cluster.connect(rank=0), kind)

@@ -21,7 +21,7 @@ from .harness import Cluster, Floats, ServerNode, in_threads, wait_until
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 ITERATIONS = 60
-CONSISTENCIES = [Eventual(), pytest.param(BoundedDelay(tau=1), marks=pytest.mark.thorough), Sequential()]
+_OFTEN = ("eventualdense", "sequentialsparse")
 
 
 def count(client: Client, kind: str, iterations: int = ITERATIONS, pause_s: float = 0.003) -> None:
@@ -57,8 +57,15 @@ def is_whole(client: Client, servers: int, replicas: int) -> bool:
     return full and len(found.of_role(Role.SERVER)) == servers
 
 
-@pytest.mark.parametrize("kind", ["sparse", "dense"])
-@pytest.mark.parametrize("consistency", CONSISTENCIES, ids=str)
+@pytest.mark.parametrize(
+    ("consistency", "kind"),
+    [
+        pytest.param(consistency, kind, marks=[pytest.mark.thorough] * (str(consistency) + kind not in _OFTEN))
+        for consistency in (Eventual(), BoundedDelay(tau=1), Sequential())
+        for kind in ("sparse", "dense")
+    ],
+    ids=str,
+)
 def test_a_server_dies_and_nothing_is_lost(consistency: Consistency, kind: str) -> None:
     with Cluster(servers=3, workers=2, replicas=1, consistency=consistency) as cluster:
         clients = cluster.connect_all()

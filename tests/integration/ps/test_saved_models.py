@@ -73,7 +73,13 @@ def same(one: list[Floats], other: list[Floats]) -> bool:
     return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(rule, marks=[pytest.mark.thorough] * (not isinstance(rule, Adam | FTRL)), id=type(rule).__name__)
+        for rule in RULES
+    ],
+)
 def test_training_from_a_saved_model_equals_uninterrupted_training(rule: UpdateRule, tmp_path: Path) -> None:
     with Cluster(servers=3) as cluster:
         client = cluster.connect()

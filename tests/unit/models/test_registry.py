@@ -60,7 +60,7 @@ def test_settings_can_be_stored_and_read(name: str) -> None:
     assert name in inspect.getsource(ModelFlags)  # the help text of --model, which needs no numba
 
 
-@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("is_weighted", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_the_gradients_of_the_loss(name: str, is_weighted: bool) -> None:
     model, scratch, rng = make_model(name, **SETTINGS.get(name, {})), KeyScratch(), np.random.default_rng(2)

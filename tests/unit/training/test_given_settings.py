@@ -40,7 +40,8 @@ ALONE = [
     ),
     *(pytest.param("fm", name, [], marks=[THOROUGH] * (name not in FEW)) for name in [*COMMON, *FACTORS]),
     *(pytest.param("ffm", name, [], marks=THOROUGH) for name in FACTORS),
-    *(("fm", name, ["--tune"]) for name in ("factor_lr", "factor_l2", "lr", "l1")),
+    ("fm", "factor_lr", ["--tune"]),
+    *(pytest.param("fm", name, ["--tune"], marks=THOROUGH) for name in ("factor_l2", "lr", "l1")),
 ]
 
 
