@@ -42,6 +42,7 @@ _SELDOM = (
     "2 hosts of 2",
     "binomial-tree, 5 ranks",
     "hierarchical, hosts of 2, 1 and 1",
+    "shared, 3 ranks",
     "shared, 4 ranks",
     "shared, 5 ranks",
     "3 hosts of 1",
@@ -52,6 +53,7 @@ _SELDOM = (
     "double-binary-tree, 4 ranks",
     "hierarchical, one host",
     "direct, 3 ranks",
+    "ring, 2 ranks",
 )
 _CHECKS_OF = {
     "all_reduce": ("check_all_reduce_sizes", "check_layouts"),

@@ -99,7 +99,7 @@ def to_next_blocks(num_blocks: int) -> Callable[[int, Action], Action]:
     return change
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("algorithm", EVERY)
 def test_every_single_change_of_an_action_is_found(algorithm: Algorithm, size: int) -> None:
     schedules = algorithm.schedules(size, pieces=2, hosts=HOSTS[:size])
