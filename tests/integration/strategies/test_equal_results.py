@@ -35,7 +35,7 @@ ONE_PROCESS: list[tuple[str, dict[str, Any]]] = [
     ("mirrored", {"replicas": 5}),
     ("central-storage", {"replicas": 2}),
 ]
-COMPILED = ["before eager", "after eager", "after aot_eager"]
+COMPILED = ["before eager", "after aot_eager"]
 SEVERAL = ["all-reduce", "parameter-server, 1 server", "parameter-server, 2 servers"]
 
 

@@ -90,7 +90,15 @@ def test_filters_reduce_the_sent_bytes() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["float16", "quantize:8", "quantize:2", "quantize:1", "top-k:0.05", "random-k:0.2", "random-k:0.2,quantize:2"],
+    [
+        pytest.param("float16", marks=pytest.mark.thorough),
+        pytest.param("quantize:8", marks=pytest.mark.thorough),
+        pytest.param("quantize:2", marks=pytest.mark.thorough),
+        "quantize:1",
+        "top-k:0.05",
+        pytest.param("random-k:0.2", marks=pytest.mark.thorough),
+        "random-k:0.2,quantize:2",
+    ],
 )
 def test_descent_reaches_the_unfiltered_optimum(text: str) -> None:
     """Least squares on three ranks: the part of a gradient that a filter removes is sent later."""

@@ -43,7 +43,7 @@ def save_network(directory: Path, model: DeepModel) -> list[Floats]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepfm", "dcn"])
+@pytest.mark.parametrize("name", [pytest.param("deepfm", marks=pytest.mark.thorough), "dcn"])
 def test_a_network_as_onnx(name: str, tmp_path: Path) -> None:
     model = make_model(name, dim=2, hidden=(4, 3), offset=-1.5, layout=RowLayout(categorical=("a", "b", "c")))
     assert isinstance(model, DeepModel)
