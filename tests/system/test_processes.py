@@ -70,13 +70,13 @@ def test_killing_the_parent_ends_the_other_processes(paceline_spawned: Commands,
 
 def test_a_killed_worker(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     """The other workers read the shards of the killed worker again. Each example is counted once per epoch."""
-    running = start(paceline, click_log, "--epochs", "15", "--eval", str(click_log[1]), "--json")
+    running = start(paceline, click_log, "--epochs", "8", "--eval", str(click_log[1]), "--json")
     running.children("worker")[1].kill()
     finished = running.wait()
     assert finished.status == 0, finished
     result = parse_json(finished.out)
     assert result["lost_workers"] == 1
-    assert result["examples"] == 15 * 12_000
+    assert result["examples"] == 8 * 12_000
     assert result["eval_examples"] == 4_000
     assert len(sentences(finished.err)) == 1
     assert "a worker died" in finished.err
@@ -126,14 +126,14 @@ def test_a_killed_server(paceline: Commands, click_log: tuple[Path, Path], tmp_p
 def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
     """The other server serves the rows of the killed server, and the training ends normally."""
     options = ["--servers", "2", "--replicas", "1", "--eval", str(click_log[1]), "--json", "--consistency", consistency]
-    running = start(paceline, click_log, "--epochs", "15", *options)
+    running = start(paceline, click_log, "--epochs", "8", *options)
     message = "a server died"
     running.children("server")[-1].kill()
     running.wait_line(message)
     finished = running.wait()
     assert finished.status == 0, finished
     result = parse_json(finished.out)
-    assert (result["examples"], result["lost_workers"], result["eval_examples"]) == (15 * 12_000, 0, 4_000)
+    assert (result["examples"], result["lost_workers"], result["eval_examples"]) == (8 * 12_000, 0, 4_000)
     assert [sentence.startswith(f"paceline: {message}") for sentence in sentences(finished.err)] == [True]
 
 

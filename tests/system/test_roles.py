@@ -200,7 +200,7 @@ def test_a_restarted_scheduler(paceline: Commands, click_log: tuple[Path, Path])
     roles = [paceline.start("server", *joining), *(paceline.start("worker", *joining) for _ in range(2))]
     for role in roles[1:]:
         role.wait_line("joined the cluster")
-    training = paceline.start("train", click_log[0], "--epochs", "25", "--progressive", *joining, "--json")
+    training = paceline.start("train", click_log[0], "--epochs", "15", "--progressive", *joining, "--json")
     training.wait_trains()
     scheduler.kill()
     again = ["scheduler", "--port", address.split(":")[1], "--token-file", "token", "--workers", "2"]
@@ -213,7 +213,7 @@ def test_a_restarted_scheduler(paceline: Commands, click_log: tuple[Path, Path])
     assert finished.status == 0, finished
     assert "paceline: the scheduler died, and another scheduler replaced it" in finished.err
     result = parse_json(finished.out)
-    assert (result["examples"], result["lost_workers"]) == (25 * 12_000, 0)
+    assert (result["examples"], result["lost_workers"]) == (15 * 12_000, 0)
     end(scheduler, *roles)
 
 
