@@ -232,7 +232,7 @@ class ServerEpisode(Episode):
         ]
         self.server.joined(Hello(role="server", rank=0, incarnation=SERVER), 5.0)
         self.version = 0
-        self.change_map(CHAINS, WORKER, HONEST, JOINED)
+        self.change_view(CHAINS, WORKER, HONEST, JOINED)
         await self._turn()
         target = self.listeners[0].endpoint
         worker = Hello(role="worker", rank=7, incarnation=WORKER, extra={"timeout_ms": 5000})
@@ -254,7 +254,7 @@ class ServerEpisode(Episode):
         self.sequence = 0
         self.clock = 0
 
-    def change_map(self, chains: dict[tuple[tuple[int, ...], int | None], range], *workers: int) -> None:
+    def change_view(self, chains: dict[tuple[tuple[int, ...], int | None], range], *workers: int) -> None:
         """Let the scheduler publish another view."""
         self.version += 1
         members = [self._member("server", number, number - 1) for number in (SERVER, NEIGHBOUR)]
@@ -301,7 +301,7 @@ class ServerEpisode(Episode):
 
     async def end(self) -> None:
         self.check_now()
-        self.change_map({((SERVER,), None): range(512)}, HONEST, JOINED)
+        self.change_view({((SERVER,), None): range(512)}, HONEST, JOINED)
         self.honest.epoch = self.version
         await self._turn()
         self.honest.work()

@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     missed = [finding.defect.name for finding in findings if not finding.is_found]
     print(f"\n{len(chosen) - len(missed)} of {len(chosen)} found, in {time.monotonic() - began_s:.0f} s")
     if missed:
-        print(f"nobody finds {', '.join(missed)}")
+        print(f"no test finds {', '.join(missed)}")
     if alarms.result():
         print(f"but without a defect too fails {' and '.join(alarms.result())}")
         return 1

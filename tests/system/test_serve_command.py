@@ -56,17 +56,17 @@ def test_a_model_is_replaced_without_a_failed_request(tmp_path: Path) -> None:
                 while not ended.is_set():
                     seen.update(predict(connection, [{"1": 1}]))
 
-        askers = [threading.Thread(target=send_request) for _ in range(2)]
-        for asker in askers:
-            asker.start()
+        clients = [threading.Thread(target=send_request) for _ in range(2)]
+        for client in clients:
+            client.start()
         for number in range(2, 5):
             save_weights(model, {1: float(number)})
             deadline = time.monotonic() + 60
             while len(seen) < number and time.monotonic() < deadline:
                 time.sleep(0.02)
         ended.set()
-        for asker in askers:
-            asker.join()
+        for client in clients:
+            client.join()
         assert len(seen) == 4
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0

@@ -127,7 +127,7 @@ def raises(error: Exception) -> Callable[..., Any]:
     return call
 
 
-def test_an_impossible_map_ends_the_server() -> None:
+def test_an_impossible_view_ends_the_server() -> None:
     """Otherwise the server would use a version without its changes."""
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()

@@ -103,7 +103,7 @@ def test_a_client_may_be_closed_within_the_block() -> None:
 @pytest.mark.parametrize(
     "consistency", [Sequential(), pytest.param(BoundedDelay(tau=1), marks=pytest.mark.thorough)], ids=str
 )
-def test_a_server_in_no_chain_drops_the_clocks_and_receives_new_ones(consistency: Consistency, is_missed: bool) -> None:
+def test_a_server_in_no_chain_drops_clocks_and_receives_new_clocks(consistency: Consistency, is_missed: bool) -> None:
     """The new clocks may come from a server that missed the view without these chains and is still connected."""
     with Cluster(servers=2, workers=2, replicas=1, consistency=consistency) as cluster:
         first, second = clients = cluster.connect_all()

@@ -25,7 +25,7 @@ from paceline.storage import parts
 from paceline.storage.snapshot_directory import Snapshot, read_buckets, read_newest
 
 from .harness import Cluster, Floats, ServerNode, in_threads, random_keys, wait_until
-from .test_replication import cluster_map, is_whole
+from .test_replication import cluster_view, is_whole
 from .test_snapshots import take
 
 KEYS = random_keys(np.random.default_rng(11), 8_000)
@@ -100,7 +100,7 @@ def check_all_copies(cluster: Cluster, client: Client) -> None:
             found.append((keys[order].tobytes(), records[order].tobytes()))
         return found
 
-    for group in cluster_map(client).groups:
+    for group in cluster_view(client).groups:
         for bucket in buckets_in(group.buckets):
             found = [copies(nodes[member], bucket) for member in group.members]
             assert all(other == found[0] for other in found), (bucket, group.members)
@@ -176,7 +176,7 @@ def test_a_loading_client_receives_the_view_with_a_new_server_late(
                 wait_until(lambda: is_whole(observer, 3, 1))
                 loads.finish()
                 time.sleep(0.3)  # time enough to load all parts with the old view
-            client.follower.take(cluster_map(observer))
+            client.follower.take(cluster_view(observer))
 
         # One table only, because the request for the next table would report the failure.
         manifest = read_newest(folder).manifest

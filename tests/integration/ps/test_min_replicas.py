@@ -13,7 +13,7 @@ from paceline.protocol import BoundedDelay, Consistency, Eventual, Role, Sequent
 from paceline.ps import SGD, Client, messages
 
 from .harness import PATIENCE_S, Cluster, ServerNode, wait_until
-from .test_replication import KEYS, cluster_map, is_whole
+from .test_replication import KEYS, cluster_view, is_whole
 
 ONES = -np.ones((300, 1), np.float32)
 
@@ -21,7 +21,7 @@ ONES = -np.ones((300, 1), np.float32)
 def kill_server(cluster: Cluster, client: Client) -> None:
     """End a server, and wait until all living members and this client have received the view without it."""
     cluster.nodes[1].stop()
-    wait_until(lambda: len(cluster_map(client).of_role(Role.SERVER)) == 1)
+    wait_until(lambda: len(cluster_view(client).of_role(Role.SERVER)) == 1)
 
 
 def num_held(client: Client) -> int:
@@ -47,7 +47,7 @@ def test_a_push_waits_for_a_new_replica(consistency: Consistency) -> None:
         late.wait()
         assert is_whole(observer, 2, 1)
         cluster.nodes[0].stop()  # the other server has the acknowledged pushes
-        wait_until(lambda: len(cluster_map(observer).of_role(Role.SERVER)) == 1)
+        wait_until(lambda: len(cluster_view(observer).of_role(Role.SERVER)) == 1)
         assert (observer.sparse_table("w", update=SGD(lr=1.0)).pull(KEYS) == 2).all()
 
 

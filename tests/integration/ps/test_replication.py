@@ -46,13 +46,13 @@ def values(client: Client, kind: str) -> np.ndarray[tuple[int, ...], np.dtype[np
     return client.dense_table("dense", size=300, update=SGD(lr=1.0)).pull()
 
 
-def cluster_map(client: Client) -> messages.View:
+def cluster_view(client: Client) -> messages.View:
     found: messages.View = client.link.get_view()
     return found
 
 
 def is_whole(client: Client, servers: int, replicas: int) -> bool:
-    found = cluster_map(client)
+    found = cluster_view(client)
     full = all(len(group.members) == 1 + replicas and group.filling is None for group in found.groups)
     return full and len(found.of_role(Role.SERVER)) == servers
 
@@ -118,10 +118,10 @@ def test_a_join_moves_the_fewest_buckets() -> None:
     with Cluster(servers=2, workers=1) as cluster, ExitStack() as stack:
         client = cluster.connect()
         count(client, "sparse")
-        before = {group.members: group.buckets for group in cluster_map(client).groups}
+        before = {group.members: group.buckets for group in cluster_view(client).groups}
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
-        wait_until(lambda: is_whole(client, 3, 0) and len(cluster_map(client).groups) == 3)
-        after = {group.members: group.buckets for group in cluster_map(client).groups}
+        wait_until(lambda: is_whole(client, 3, 0) and len(cluster_view(client).groups) == 3)
+        after = {group.members: group.buckets for group in cluster_view(client).groups}
         moved = 512 - sum((before[members] & after[members]).bit_count() for members in before)
         assert moved <= 1.2 * 512 / 3
         count(client, "sparse")
@@ -172,7 +172,7 @@ def drain(cluster: Cluster, node: ServerNode, client: Client) -> None:
 
 
 def leads(client: Client, rank: int) -> bool:
-    found = cluster_map(client)
+    found = cluster_view(client)
     ranks = {member.incarnation: member.rank for member in found.of_role(Role.SERVER)}
     return any(ranks[group.members[0]] == rank for group in found.groups)
 
@@ -234,7 +234,7 @@ def test_a_waiting_read_is_refused_when_the_buckets_move() -> None:
     """Otherwise the read would be answered with a sum that is not yet durable."""
     with Cluster(servers=2, workers=1, consistency=Sequential()) as cluster:
         client = cluster.connect()
-        first = cluster_map(client)
+        first = cluster_view(client)
         one, other = first.groups
         node = next(node for node in cluster.nodes if node.server.replicator.incarnation == one.members[0])
 
@@ -264,7 +264,7 @@ def test_without_replicas_the_lost_buckets_are_named() -> None:
         client = cluster.connect(timeout_s=5.0)
         count(client, "sparse", 3)
         cluster.nodes[0].stop()
-        wait_until(lambda: cluster_map(client).num_lost > 0)
+        wait_until(lambda: cluster_view(client).num_lost > 0)
         with pytest.raises(ConnectionLostError, match=r"server 0 died: \d+ of 512 buckets"):
             values(client, "sparse")
 

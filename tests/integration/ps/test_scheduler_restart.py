@@ -647,7 +647,7 @@ def test_a_member_dead_between_two_views_is_not_expected() -> None:
 
         def take(last_incarnation: int) -> set[int]:
             members = tuple(member for member in known.members if member.incarnation != lost.incarnation)
-            server.core.workers.named = frozenset()  # no map has ever named the worker here
+            server.core.workers.named = frozenset()  # no view of this server has listed the worker
             epoch = server.core.epoch + 1
             changes = {"members": members, "epoch": epoch, "last_incarnation": last_incarnation}
             server.view_changed(msgspec.structs.replace(known, **changes))

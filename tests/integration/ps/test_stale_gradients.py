@@ -255,7 +255,7 @@ def test_a_repeated_push_is_forwarded_as_it_was_applied(kind: int) -> None:
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_a_repeat_of_a_dropped_push_counts_once(replicas: int) -> None:
+def test_a_repeated_dropped_push_is_counted_once(replicas: int) -> None:
     plan = FaultPlan((Fault(action="duplicate", rank=0, step=0, kind=PUSH),))
     transport, stale = FaultyTransport(SocketTransport(TOKEN), plan), DropStale(beyond=0)
     with Cluster(

@@ -110,7 +110,7 @@ def test_data_without_a_column_to_learn_from_is_rejected(tmp_path: Path) -> None
         open_dataset(path)
 
 
-def test_named_columns_are_described_too() -> None:
+def test_named_columns_are_described() -> None:
     sample = TextTable(("y", "a", "b"), ("", "", ""), [["1", "x", "2"], ["0", "", "3"]])
     found = describe_named(sample, Columns("y", numeric=("b",)))
     assert [(guess.name, guess.kind, guess.num_distinct) for guess in found.guesses] == [

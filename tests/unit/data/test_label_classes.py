@@ -63,7 +63,7 @@ def test_a_late_third_word_is_malformed(tmp_path: Path, format: str) -> None:
         assert named in dataset.bad_lines.first[0].reason
 
 
-def test_named_columns_and_converted_data_have_classes_too(tmp_path: Path) -> None:
+def test_named_columns_and_converted_data_have_classes(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.csv", "csv", _ROWS)
     named = sample_data([path], columns=Columns("class", numeric=("size",))).columns
     assert named is not None

@@ -65,7 +65,7 @@ def test_manifests_of_a_cluster_are_valid(pods: PodOptions) -> None:
     manifests = manifests_of_cluster(pods, "token", 3, 6, ["--servers", "3", "--workers", "6"])
     check(manifests)
     check(manifests_of_training(pods, ["/data/day1.tsv"]))
-    replicas = {each["metadata"]["name"]: each["spec"].get("replicas") for each in manifests if "spec" in each}
+    replicas = {item["metadata"]["name"]: item["spec"].get("replicas") for item in manifests if "spec" in item}
     name = pods.name
     assert replicas == {f"{name}-scheduler": 1, f"{name}-server": 3, f"{name}-worker": 6}
 

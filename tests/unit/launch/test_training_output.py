@@ -14,7 +14,7 @@ from paceline.training.driver import RunningLoss
 from paceline.training.results import TrainResult, mean_loss, summarize_staleness
 
 
-def test_a_shard_read_by_two_workers_counts_once(tmp_path: Path) -> None:
+def test_malformed_lines_of_a_shard_read_by_two_workers_are_counted_once(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(b"good\nbad\ngood\nworse\n")
     bad = [str(file), 5, None, "bad", "no label"]

@@ -369,7 +369,7 @@ def test_groups_represent_the_chains(chains: list[Chain]) -> None:
 
 
 @pytest.mark.parametrize("masks", [(0b11, 0b10), (0b1, 0b100)])
-def test_invalid_maps(masks: tuple[int, int]) -> None:
+def test_invalid_chains_are_rejected(masks: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="each bucket from 0 on in one group"):
         chains_of([chain_group((1,), None, mask) for mask in masks])
 

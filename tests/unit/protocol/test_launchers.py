@@ -1,4 +1,4 @@
-"""The launchers of an elastic training: numbers of processes, lost nodes, and nodes that come back."""
+"""The launchers of an elastic training: numbers of processes, lost nodes, and returning nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_repeated_start_has_the_same_number() -> None:
     assert [start(found, 1, 2, serial=5) for _ in range(3)] == [2, 2, 2]
 
 
-def test_a_silent_launcher_is_lost_and_may_come_back() -> None:
+def test_a_silent_launcher_is_lost_and_may_return() -> None:
     found = launchers(2)
     found.new_member(0)
     assert start(found, 1, 1) == 1
@@ -58,7 +58,7 @@ def test_a_broken_connection_loses_the_ranks_of_the_launcher_once() -> None:
     assert found.time_passed(2 * TIMEOUT_S) == []
 
 
-def test_a_new_launcher_replaces_the_old_one_of_its_node() -> None:
+def test_a_new_launcher_replaces_the_former_launcher_of_its_node() -> None:
     found = launchers()
     start(found, 1, 2)
     assert found.heard(LauncherBeat(1, 8), 1.0) == [2]
@@ -76,7 +76,7 @@ def test_a_launcher_that_has_ended_is_not_lost() -> None:
     assert found.num_living == 0
 
 
-def test_the_training_begins_without_ranks_that_nobody_starts() -> None:
+def test_the_training_starts_without_ranks_that_no_launcher_starts() -> None:
     found = launchers()
     start(found, 1, 2, time_s=295.0)
     assert found.deadline_s == 300.0
@@ -84,7 +84,7 @@ def test_the_training_begins_without_ranks_that_nobody_starts() -> None:
     assert start(found, 0, 0, serial=0, time_s=301.0) == 4
 
 
-def test_only_the_launcher_of_a_member_ends_it() -> None:
+def test_only_its_launcher_can_end_a_member() -> None:
     found = launchers()
     found.new_member(0)
     start(found, 1, 2)
@@ -97,7 +97,7 @@ def test_only_the_launcher_of_a_member_ends_it() -> None:
     st.lists(st.tuples(st.sampled_from(["start", "end", "beat", "cut", "wait", "new"]), st.integers(0, 2)), max_size=60)
 )
 def test_each_number_is_used_and_lost_once(events: list[tuple[str, int]]) -> None:
-    """Whatever happens, each process has its own number, and is reported as lost at most once."""
+    """With any events, each process has its own number, and is reported as lost at most once."""
     found, time_s = Launchers(3, timeout_s=TIMEOUT_S, start_by_s=25.0), 0.0
     numbers, serials = dict.fromkeys(range(3), 0), iter(range(1000))
     living: dict[int, list[int]] = {node: [] for node in range(3)}

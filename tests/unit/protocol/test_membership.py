@@ -219,11 +219,11 @@ class MembershipMachine(RuleBasedStateMachine):
             assert self.membership.remove(member.incarnation) == member
             self.removed.append(member)
 
-    @rule(data=st.data(), how=st.sampled_from(["heard", "doubted", "removed"]))
+    @rule(data=st.data(), how=st.sampled_from(["heartbeat", "doubted", "removed"]))
     def the_dead_stay_dead(self, data: st.DataObject, how: str) -> None:
         if self.removed:
             incarnation = data.draw(st.sampled_from(self.removed)).incarnation
-            if how == "heard":
+            if how == "heartbeat":
                 assert not self.membership.record_heartbeat(incarnation, self.now_s)
             elif how == "doubted":
                 self.membership.doubt(incarnation)

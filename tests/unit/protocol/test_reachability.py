@@ -223,11 +223,11 @@ def test_silence_is_counted_in_checks() -> None:
     assert [silence.poll((7,)) for _ in range(4)] == [(), (), (), (7,)]
 
 
-@given(st.lists(st.sampled_from(["look", "heard"]), max_size=40))
+@given(st.lists(st.sampled_from(["poll", "received"]), max_size=40))
 def test_a_server_is_silent_without_messages_between_polls(events: list[str]) -> None:
     silence, num_silent_checks = Silence(), 0
     for event in events:
-        if event == "heard":
+        if event == "received":
             silence.received(1)
             num_silent_checks = 0
         else:

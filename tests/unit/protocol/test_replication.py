@@ -132,7 +132,7 @@ def test_a_push_does_not_wait_for_a_dead_successor() -> None:
     assert instructions == [Links(frozenset()), Acknowledge("push"), Lead(0b1, 0)]
 
 
-def test_a_former_primary_refuses_pushes_but_forwards_pending_ones() -> None:
+def test_a_former_primary_rejects_pushes_but_forwards_pending_pushes() -> None:
     first = server(A, ((A, B), None, 0b11))
     handle(first, Pushed("one", 9, 0, 0b11))
     handle(first, Pushed("two", 9, 1, 0b10))

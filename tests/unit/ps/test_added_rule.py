@@ -32,10 +32,10 @@ for sizes in ({"kind": "sparse", "dim": 1}, {"kind": "dense", "size": 7}):
 cases = [case for case in ARRAY_CASES if case.label.startswith(("dense_push SignSGD 1000", "dense_push_at SignSGD"))]
 assert len(cases) == 2
 for case in cases:
-    ours, theirs = case.arguments(), case.arguments()
-    case.kernel(*ours)
-    case.twin(*theirs)
-    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-6)
+    kernel_arguments, reference_arguments = case.arguments(), case.arguments()
+    case.kernel(*kernel_arguments)
+    case.twin(*reference_arguments)
+    np.testing.assert_allclose(kernel_arguments[1], reference_arguments[1], rtol=1e-6)
 assert [case.name for case in SPARSE_CASES if "SignSGD" in case.name] == ["SignSGD dim 3, 500 rows"]
 """
 

@@ -167,7 +167,7 @@ class World:
         return client
 
     def map(self, version: int, leads: Mapping[int, int], filling: int | None = None) -> messages.View:
-        """Return a map in which each server leads some buckets; a server without buckets is dead."""
+        """Return a view in which each server leads some buckets. A server without buckets is dead."""
         named = 0
         groups = []
         for incarnation, buckets in leads.items():
@@ -512,7 +512,7 @@ def test_an_unreachable_new_server(stack: ExitStack) -> None:
     until_synced(world.servers[12], 2)
 
 
-def test_calls_go_to_all_servers_of_the_newest_map(stack: ExitStack) -> None:
+def test_calls_go_to_all_servers_of_the_newest_view(stack: ExitStack) -> None:
     world = World(stack, {11: LOW, 12: HIGH})
     client = world.connect()
     world.publish(client, 2, {11: LOW, 12: HIGH}, filling=13)

@@ -149,7 +149,7 @@ def test_arrays_are_sent_separately_from_the_message_without_a_copy() -> None:
     back[0][:] = 7
 
 
-def test_non_contiguous_arrays_are_sent_too() -> None:
+def test_non_contiguous_arrays_can_be_sent() -> None:
     array = np.arange(12.0).reshape(3, 4)
     np.testing.assert_array_equal(round_trip(array.T), array.T)
     scalar = round_trip(np.float32(2.5))

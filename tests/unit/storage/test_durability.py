@@ -44,7 +44,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def check(steps: list[tuple[str, int]], folder: Path, files: Iterable[Path], *, then: Iterable[Path]) -> None:
-    """Raise AssertionError unless `files` were on the disk before the manifest was in place, and `then` after it."""
+    """Raise AssertionError unless `files` were synced before the manifest was renamed, and `then` afterwards."""
     inode = (folder / MANIFEST).stat().st_ino
     renames = [at for at, (step, which) in enumerate(steps) if step == "rename"]
     assert [steps[at] for at in renames] == [("rename", inode)]
@@ -55,14 +55,14 @@ def check(steps: list[tuple[str, int]], folder: Path, files: Iterable[Path], *, 
         assert ("sync", operation.stat().st_ino) in after, operation
 
 
-def test_a_model(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
+def test_files_of_a_model_are_synced_before_the_manifest(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
     folder = tmp_path / "model"
     manifest = save_model(folder, [(SPEC, [(KEYS, RECORDS)])], {}, {"optimizer": b"tensors"})
     assert len(manifest.files) == 2
     check(steps, folder, [folder / file for file in manifest.files], then=[folder])
 
 
-def test_a_snapshot(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
+def test_files_of_a_snapshot_are_synced_before_the_manifest(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
     directory = SnapshotDirectory(tmp_path)
     folder = tmp_path / folder_name(1)
     directory.make(1)
@@ -83,8 +83,8 @@ def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     host = own[:8]
     present = {
         f".out.{host}{ended.pid:08x}": False,
-        f".out.{host}{os.getppid():08x}": True,  # it lives
-        f".out.{'0' * 8}{ended.pid:08x}": True,  # of another host
+        f".out.{host}{os.getppid():08x}": True,  # this process lives
+        f".out.{'0' * 8}{ended.pid:08x}": True,  # a process of another host
         f".other.{host}{ended.pid:08x}": True,
         f"out.{host}{ended.pid:08x}": True,
     }

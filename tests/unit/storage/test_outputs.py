@@ -26,7 +26,7 @@ def write(path: Path, text: str) -> None:
 
 @contextmanager
 def drained(fifo: Path, received: list[bytes]) -> Iterator[None]:
-    """Make a FIFO, and read it to its end in a thread."""
+    """Create a FIFO; a thread reads it to its end."""
     os.mkfifo(fifo)
     reader = threading.Thread(target=lambda: received.append(fifo.read_bytes()), daemon=True)
     reader.start()
@@ -34,7 +34,7 @@ def drained(fifo: Path, received: list[bytes]) -> Iterator[None]:
     reader.join(5)
 
 
-def test_a_fifo_gets_the_output(tmp_path: Path) -> None:
+def test_a_fifo_receives_the_output(tmp_path: Path) -> None:
     fifo, received = tmp_path / "fifo", list[bytes]()
     with drained(fifo, received):
         write(fifo, "whole")
@@ -43,7 +43,7 @@ def test_a_fifo_gets_the_output(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["fifo"]
 
 
-def test_a_device_stays_a_device(tmp_path: Path) -> None:
+def test_a_device_is_written_in_place(tmp_path: Path) -> None:
     device = tmp_path / "null"
     try:
         os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(1, 3))

@@ -76,7 +76,7 @@ def test_a_part_is_a_safetensors_file(tmp_path: Path, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("num_bytes", "stays"), [(1000 * (8 + 4), True), (100, False)])
-def test_a_part_of_the_size_foreseen_is_copied_once(num_bytes: int, stays: bool) -> None:
+def test_a_part_of_the_expected_size_is_copied_once(num_bytes: int, stays: bool) -> None:
     gathered = PartBuffer(num_bytes)
     gathered.begin(1)
     keys, records = np.arange(1000, dtype=np.uint64), np.arange(1000, dtype=np.float32).reshape(1000, 1)
@@ -91,7 +91,7 @@ def test_a_part_of_the_size_foreseen_is_copied_once(num_bytes: int, stays: bool)
     assert (gathered.buckets, gathered.rows, gathered.num_bytes) == (list(range(10)), [100] * 10, 12_000)
 
 
-def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
+def test_every_damaged_byte_is_detected(tmp_path: Path) -> None:
     part = part_of(tmp_path, 1, 7)
     path = tmp_path / part.file
     whole = path.read_bytes()
@@ -110,7 +110,7 @@ def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
         read_part(tmp_path, part, "the snapshot")
 
 
-def test_a_manifest_comes_back(tmp_path: Path) -> None:
+def test_a_read_manifest_equals_the_written_manifest(tmp_path: Path) -> None:
     account = JobAccount(
         files=(3, None), done=(DoneShards(epoch=1, file=0, shards=b"\x05"),), progress={"examples": 12.0, "loss": 0.1}
     )
@@ -173,7 +173,7 @@ def test_a_manifest_of_another_snapshot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["part", "manifest"])
-def test_only_regular_files_are_expected(tmp_path: Path, name: str) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, name: str) -> None:
     part = part_of(tmp_path, 4, 1)
     write_manifest(tmp_path / folder_name(4), manifest_of(4, use(part)))
     path = tmp_path / (part.file if name == "part" else f"{folder_name(4)}/manifest.json")
@@ -183,20 +183,20 @@ def test_only_regular_files_are_expected(tmp_path: Path, name: str) -> None:
         read_part(tmp_path, part, "the snapshot") if name == "part" else read_snapshot(tmp_path, 4)
 
 
-def test_two_runs_in_one_directory(tmp_path: Path) -> None:
+def test_a_second_run_in_one_directory_is_rejected(tmp_path: Path) -> None:
     folder = SnapshotDirectory(tmp_path / "new" / "snapshots")
     number = folder.next_number()
     folder.make(number)
     folder.commit(manifest_of(number, use(part_of(folder.path, number, 1))))
     with pytest.raises(UsageError, match=rf"use by another run \(process {os.getpid()} on .*Use another directory"):
         SnapshotDirectory(folder.path)
-    assert read_newest(folder.path).manifest.number == number  # a reader does not block it
+    assert read_newest(folder.path).manifest.number == number  # reading needs no lock
     folder.close()
     folder.close()
     assert sorted(os.listdir(folder.path)) == [folder_name(number)]
     again = SnapshotDirectory(folder.path)
     assert again.next_number() == number + 1
-    del again  # forgotten is as good as closed
+    del again  # the lock of an unreferenced directory is released
     gc.collect()
     SnapshotDirectory(folder.path).close()
 
@@ -222,7 +222,7 @@ def test_the_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_files_stay_while_a_snapshot_refers_to_the_file(tmp_path: Path) -> None:
+def test_a_file_is_kept_while_a_snapshot_refers_to_it(tmp_path: Path) -> None:
     (tmp_path / "something else").write_text("")
     folder = SnapshotDirectory(tmp_path, keep=2)
     assert folder.next_number() == 1
@@ -233,10 +233,10 @@ def test_files_stay_while_a_snapshot_refers_to_the_file(tmp_path: Path) -> None:
         assert folder.next_number() == number
         previous = part_of(tmp_path, number, 3, 4)
         folder.commit(manifest_of(number, use(first, 2), use(previous)))
-    # Only the files of the first snapshot that others refer to are left, without a manifest.
+    # The first snapshot has no manifest any longer, and only the files to which other snapshots refer.
     assert sorted(os.listdir(tmp_path / folder_name(1))) == [Path(first.file).name]
     assert numbers_in(tmp_path) == [1, 3, 4]
-    part_of(tmp_path, 5, 1)  # a server was killed while it wrote
+    part_of(tmp_path, 5, 1)  # a part of a snapshot whose server was killed
     folder.close()
     again = SnapshotDirectory(tmp_path, keep=2)
     assert again.next_number() == 6
@@ -252,7 +252,7 @@ def test_files_stay_while_a_snapshot_refers_to_the_file(tmp_path: Path) -> None:
         SnapshotDirectory(tmp_path, keep=0)
 
 
-def test_done_shards_travel() -> None:
+def test_done_shards_can_be_stored_and_restored() -> None:
     pool = Shards([20, None, 3], epochs=2)
     for _ in range(30):
         (granted,) = pool.want(1)

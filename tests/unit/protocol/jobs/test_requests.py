@@ -185,7 +185,7 @@ def test_the_first_of_two_failures_is_reported() -> None:
     assert cluster.state(number).failed == ("DataError", "bad")
 
 
-def test_a_duplicate_report_counts_once() -> None:
+def test_a_duplicate_report_is_counted_once() -> None:
     cluster = Cluster()
     number = cluster.post()
     report = messages.Report(job=number, fields={"kind": "loss"}, number=1)
@@ -209,8 +209,8 @@ def test_the_end_of_the_cluster_answers_all_waiting_job_requests() -> None:
     assert second.get_job() == [-1]
 
 
-def remembered(asker: JobClient, job: JobMemory | None) -> Remembered:
-    return Remembered(asker, asker.member or Member("poster", Role.OBSERVER, 0, 99), job)
+def remembered(client: JobClient, job: JobMemory | None) -> Remembered:
+    return Remembered(client, client.member or Member("poster", Role.OBSERVER, 0, 99), job)
 
 
 def test_a_new_scheduler_continues_the_job_of_the_members() -> None:

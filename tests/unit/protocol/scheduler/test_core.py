@@ -308,7 +308,7 @@ def test_a_silent_worker_is_expelled() -> None:
     assert isinstance(v.fate, events.DeclareDead)
 
 
-def test_a_member_removed_during_a_broken_connection_is_expelled_at_the_return() -> None:
+def test_a_member_removed_during_a_broken_connection_is_expelled_when_it_returns() -> None:
     scheduler, _, (w,) = started(1, 1)
     assert w.wire is not None
     w.wire.cut()

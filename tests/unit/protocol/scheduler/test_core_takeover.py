@@ -426,7 +426,7 @@ def test_a_worker_in_no_view_has_time_to_return() -> None:
     assert scheduler.member(later) is not None
 
 
-def test_a_worker_in_no_view_is_lost_with_a_later_one() -> None:
+def test_a_worker_in_no_view_is_lost_together_with_a_later_worker() -> None:
     a, new = end_with_unpublished_worker()
     scheduler = successor()
     scheduler.rejoin(a)
@@ -531,7 +531,7 @@ def test_members_arriving_during_a_takeover_join_after_it() -> None:
 # Received facts.
 
 
-def test_a_take_over_continues_from_a_prepared_view() -> None:
+def test_a_takeover_continues_from_a_prepared_view() -> None:
     former, (a, b, c), _ = started(3, replicas=1)
     for node in (a, b):
         node.prepares = False
@@ -760,7 +760,7 @@ def test_a_report_of_an_ended_member_does_not_let_a_former_scheduler_commit() ->
     assert a.views.committed is view
 
 
-def test_a_take_over_from_an_uncommitted_view_needs_voters_of_the_earlier_view() -> None:
+def test_a_takeover_from_an_uncommitted_view_needs_voters_of_the_earlier_view() -> None:
     """The prepared view has a third voter; the view before it permits one of two servers to commit another view."""
     former, (a, b), _ = started(2)
     c = former.register(server("c"), is_extra=True)

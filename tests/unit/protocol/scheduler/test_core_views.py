@@ -107,7 +107,7 @@ def test_a_proposal_is_replaced_when_servers_change() -> None:
     assert scheduler.view.servers.keys() == {a.incarnation, b.incarnation, x.incarnation}
 
 
-def test_a_proposal_is_kept_when_only_workers_come_and_go() -> None:
+def test_a_proposal_is_kept_when_only_workers_join_and_leave() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1)
     for node in (a, b):
         node.prepares = False

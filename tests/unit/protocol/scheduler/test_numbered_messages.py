@@ -32,10 +32,10 @@ def test_messages_possibly_missing_at_the_new_scheduler_are_resent() -> None:
     """The scheduler may have taken over with data that the process sent on an earlier connection."""
     end = MemberEnd()
     end.add("call", answer="call")
-    end.add("told before")
+    end.add("sent before")
     end.received(2)
-    end.add("told while the scheduler recovers")
-    assert [message.content for message in end.since(-1)] == ["call", "told while the scheduler recovers"]
+    end.add("sent while the scheduler recovers")
+    assert [message.content for message in end.since(-1)] == ["call", "sent while the scheduler recovers"]
 
 
 def test_an_unnumbered_message_is_resent_until_the_reply() -> None:

@@ -108,7 +108,7 @@ def test_the_departure_of_a_worker_is_a_prepared_change() -> None:
     assert [member.incarnation for member in view.members] == [1]
 
 
-def test_a_proposal_is_kept_while_only_workers_come_and_go() -> None:
+def test_a_proposal_is_kept_while_only_workers_join_and_leave() -> None:
     offers = Offers()
     offers.begin(group(1, 2))
     view = proposed(offers.offer(group(2), workers=(7,)))
