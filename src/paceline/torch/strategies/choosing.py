@@ -40,7 +40,7 @@ def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]
     options = {key: value for key, value in options.items() if key in known or key not in NEUTRAL_SETTINGS}
     if unknown := min(options.keys() - known, default=None):
         advice = f"Choose {', '.join(sorted(known))}"
-        if unknown in ElasticOptions.__annotations__:
+        if unknown == "elastic" or unknown in ElasticOptions.__annotations__:
             advice = "Start the script by paceline run --min-ranks N"
         raise UsageError(f"strategy {kind.name} does not have an option {unknown}. {advice}")
     return options
