@@ -292,6 +292,16 @@ def test_a_failing_script_ends_the_run_with_the_traceback(elastic: Commands, tmp
     assert "ValueError: a defect" in finished.err
 
 
+def test_a_stopped_rank_is_replaced(elastic: Commands) -> None:
+    ranks = ["--min-ranks", "1", "--nproc-per-node", "2", "--heartbeat-timeout", "1"]
+    running = elastic.start("run", "--strategy", "all-reduce", *ranks, "train.py", "", "2")
+    psutil.Process(int(running.wait_line("starts 1 ").split()[-1])).send_signal(signal.SIGSTOP)
+    finished = running.wait()
+    assert finished.status == 0, finished
+    assert "rank 1 was stopped for 1 s" in finished.err
+    assert ends(finished).keys() == {0, 2}
+
+
 def test_rank_0_is_killed_from_outside(elastic: Commands) -> None:
     running = elastic.start(
         "run", "--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "2", "train.py", "", "2"

@@ -66,20 +66,25 @@ def test_a_node_dies_and_another_takes_its_place(nodes: Nodes, tmp_path: Path) -
     check_items(tmp_path)
 
 
-def test_a_node_that_is_silent_for_a_while_comes_back(nodes: Nodes, tmp_path: Path) -> None:
-    running = [nodes.start(node) for node in range(3)]
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_node_is_silent(nodes: Nodes, tmp_path: Path, *, comes_back: bool) -> None:
+    running = [nodes.start(node, last=3 if comes_back else 2) for node in range(3)]
     running[1].wait_line("starts 1 ")
     processes = [psutil.Process(running[1].process.pid)]
     processes += processes[0].children(recursive=True)
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     running[0].wait_line("node 1 is lost")
+    finished = [] if comes_back else [running[0].wait(), running[2].wait()]
     for process in processes:
         process.send_signal(signal.SIGCONT)
-    finished = [each.wait() for each in running]
-    assert [each.status for each in finished] == [0, 0, 0], finished
-    assert "node 1 is back" in finished[0].err
-    check_ranks(finished, 0, 2, 3)
+    if comes_back:
+        finished = [each.wait() for each in running]
+        assert "node 1 is back" in finished[0].err
+    else:
+        assert running[1].wait().status == 1
+    assert {each.status for each in finished} == {0}, finished
+    check_ranks(finished, 0, 2, *([3] if comes_back else []))
     check_items(tmp_path)
 
 

@@ -30,8 +30,9 @@ from paceline.errors import (
     MismatchError,
     PacelineError,
     PeerError,
+    RankLostError,
 )
-from paceline.meeting.coordinator import COORDINATOR, NEWCOMERS, quorum_prefix, request_quorum
+from paceline.meeting.coordinator import COORDINATOR, END, NEWCOMERS, quorum_prefix, request_quorum
 from paceline.meeting.network_store import NetworkStore
 from paceline.meeting.rendezvous import own_host
 from paceline.meeting.store import MemoryStore, PrefixStore
@@ -304,25 +305,29 @@ class ElasticGroup(Closing):
                 continue
             self.members, self.source, self.has_newcomers = start.members, start.source, start.has_newcomers
             self._limit_s = 0.0
-            if rank == 0:
-                watch = threading.Thread(
-                    target=self._watch, args=(store, start.quorum), name="paceline-newcomers", daemon=True
-                )
-                watch.start()
+            arguments = (store, start.quorum, self._group)
+            threading.Thread(target=self._watch, args=arguments, name="paceline-quorum", daemon=True).start()
             return is_committed
 
-    def _watch(self, store: PrefixStore, quorum: int) -> None:
-        """Wait in a thread until the coordinator announces newcomers or ends the quorum."""
+    def _watch(self, store: PrefixStore, quorum: int, group: Group) -> None:
+        """Wait in a thread for the end of the quorum, and abort its group. Rank 0 also waits for newcomers.
+
+        Without this thread, the ranks would wait for a rank whose host or network has failed silently.
+        """
+        key = END if group.rank else NEWCOMERS
         while True:
             try:
-                store.get(NEWCOMERS, time.monotonic() + self.timeout.total_seconds())
+                store.get(key, time.monotonic() + self.timeout.total_seconds())
             except DeadlineError:
                 continue
+            except RankLostError:
+                group.abort()
+                return
             except PacelineError:
                 return
+            key = END
             if quorum == self.quorum:
                 self._newcomers_wait = True
-            return
 
     def _request(self, request: JoinRequest | QuorumReport) -> StartQuorum | RetryJoin:
         # The coordinator waits up to `timeout` for the other ranks' reports, so it answers within twice this time.

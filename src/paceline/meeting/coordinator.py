@@ -61,6 +61,8 @@ COORDINATOR = "coordinator"
 """The role of the server in its Hello (the identity that it sends in the handshake)."""
 NEWCOMERS = "newcomers"
 """The key that is set, with the prefix of the current quorum, when new processes wait to join."""
+END = "end"
+"""A key that is never set. A request for it fails when the quorum ends."""
 ENDED = "the training has ended"
 """The key that is set when all members have ended. Ranks that are paused, and therefore in no quorum, wait for it."""
 _LEAVE_S: Final = 2.0

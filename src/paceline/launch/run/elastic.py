@@ -59,6 +59,9 @@ class ElasticRun(Closing):
         self._ranks: dict[int, Rank] = {}
         """The living ranks by the unique number (incarnation) of their process."""
         self._started_s: dict[int, float] = {}
+        self._stopped_s: dict[int, float] = {}
+        """The times since which processes are stopped, by incarnation."""
+        self._timeout_s = timeout_s
         self._due: list[tuple[float, int]] = []
         """The replacements to start: the time of the start and the number of the rank."""
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -108,6 +111,17 @@ class ElasticRun(Closing):
         """Return new notes for the user about other nodes."""
         return self._coordinator.take_notes()
 
+    def kill_stopped(self, time_s: float) -> list[str]:
+        """Kill ranks that were stopped (SIGSTOP) for too long, so that they are replaced. Return notes for the user."""
+        stopped = {member for member, rank in self._ranks.items() if _is_stopped(rank.child.process.pid)}
+        self._stopped_s = {member: self._stopped_s.get(member, time_s) for member in stopped}
+        notes: list[str] = []
+        for member, since_s in self._stopped_s.items():
+            if time_s >= since_s + self._timeout_s:
+                notes.append(f"rank {self._ranks[member].rank} was stopped for {self._timeout_s:g} s and is killed")
+                self._expel(member)
+        return notes
+
     def ended(self, rank: Rank) -> str | None:
         """Handle the end of a rank. Return a message for the user; None if the status is 0."""
         member = next(member for member, other in self._ranks.items() if other is rank)
@@ -156,3 +170,12 @@ class ElasticRun(Closing):
     @override
     def close(self) -> None:
         self._coordinator.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    import psutil  # here, because its import takes time at the start
+
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False  # the process has ended

@@ -177,7 +177,7 @@ class RunLoop:
                 if message is not None and signals.first is None:
                     self._screen.write_bytes(f"{message}\n".encode(), is_error=True)
         if self._elastic is not None and signals.first is None:
-            for note in self._elastic.notes():
+            for note in [*self._elastic.notes(), *self._elastic.kill_stopped(time.monotonic())]:
                 self._screen.write_bytes(f"paceline run: {note}\n".encode(), is_error=True)
         if self._lost_server is None and signals.first is None:
             self._lost_server = self._find_lost_server()

@@ -41,8 +41,8 @@ class RunOptions:
     pushes: PushFlags = in_panel(_FAILURES, default=PushFlags())
     memory: MemoryFlags = in_panel(_SERVERS, default=MemoryFlags())
     heartbeat_timeout: float | None = option(
-        "With servers, or --min-ranks on several nodes: seconds without a heartbeat before a process, or a node, is "
-        "declared dead; default 30.",
+        "With servers or --min-ranks: seconds without a heartbeat before a process, or a node, is declared dead; "
+        "default 30.",
         min=0.5,
         panel=_FAILURES,
     )

@@ -36,7 +36,7 @@ from paceline.launch.screen import Screen
 from paceline.protocol import Accept, parse_stale_policy
 from paceline.ps import messages
 from paceline.ps.client.filtered import filters_of_dense_tables
-from paceline.strategies import ElasticOptions, StrategySpec
+from paceline.strategies import ElasticOptions, StrategyChoice, StrategySpec
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import SocketTransport
 
@@ -77,7 +77,7 @@ def run_script(options: RunOptions) -> int:
             heartbeat_timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
         )
     else:
-        _check_no_servers(options, memory_limit, setup)
+        _check_no_servers(options, memory_limit, choice)
     if memory_limit is not None and memory_limit.warning is not None:
         print(f"paceline run: {memory_limit.warning}", file=sys.stderr)
     if options.log_dir is not None:
@@ -271,19 +271,18 @@ def _check_elastic(options: RunOptions) -> None:
             raise UsageError(f"{name} {value}: not supported with --min-ranks. Leave it out")
 
 
-def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, setup: Setup) -> None:
-    has_launchers = isinstance(setup.choice.options, ElasticOptions) and setup.has_other_nodes
+def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, choice: StrategyChoice) -> None:
     given = {
         "--stale": options.stale,
         "--min-replicas": options.pushes.min_replicas,
         "--non-finite": options.pushes.non_finite,
         "--memory-limit": None if memory_limit is None else memory_limit.num_bytes,
-        "--heartbeat-timeout": None if has_launchers else options.heartbeat_timeout,
+        "--heartbeat-timeout": None if isinstance(choice.options, ElasticOptions) else options.heartbeat_timeout,
     }
     for name, value in given.items():
         if value is not None:
             shown = f"{value:g}" if isinstance(value, float) else value
-            raise UsageError(f"strategy {setup.choice.name} has no servers. Leave {name} {shown} out")
+            raise UsageError(f"strategy {choice.name} has no servers. Leave {name} {shown} out")
 
 
 def _check_module(name: str) -> None:

@@ -51,11 +51,6 @@ class Setup:
     num_cores: int
     """Number of cores for all ranks on this machine."""
 
-    @property
-    def has_other_nodes(self) -> bool:
-        """Whether other launchers start ranks too."""
-        return self.layout is None or self.num_ranks > len(self.layout.ranks)
-
 
 def find_placement(options: RunOptions) -> Placement | None:
     """Return this launcher's place among those of mpirun or srun, unless the options set it. Raises UsageError."""
