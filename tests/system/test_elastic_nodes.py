@@ -75,7 +75,7 @@ def test_a_node_is_silent(nodes: Nodes, tmp_path: Path, *, comes_back: bool) -> 
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     running[0].wait_line("node 1 is lost")
-    finished = [] if comes_back else [running[0].wait(), running[2].wait()]
+    finished = [] if comes_back else [running[node].wait() for node in (0, 2)]
     for process in processes:
         process.send_signal(signal.SIGCONT)
     if comes_back:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -107,6 +108,32 @@ def test_a_silent_rank_is_expelled_and_cannot_return(training: Training) -> None
 
     assert training.run(work, 0, 1, 2) == [[2.0], "lost", [2.0]]
     assert training.expelled == [1]
+
+
+def test_the_other_ranks_do_not_wait_for_a_silent_rank_that_is_lost(training: Training) -> None:
+    """The silent rank's connections stay open, as after a cut of the network. A call may wait for 20 s."""
+    waits, may_end = threading.Event(), threading.Event()
+
+    def work(group: ElasticGroup) -> Any:
+        if group.rank == 1:
+            may_end.wait(20)
+            group._group.abort()
+            return None
+        waits.set()
+        begun_s = time.monotonic()
+        total = group.all_reduce(np.ones(1)).tolist()
+        may_end.set()
+        return total, time.monotonic() - begun_s < 10
+
+    def lose() -> None:
+        waits.wait(20)
+        time.sleep(0.1)
+        training.server.ended(1, is_failure=True)
+
+    loser = threading.Thread(target=lose)
+    loser.start()
+    assert training.run(work, 0, 1, 2) == [([2.0], True), None, ([2.0], True)]
+    loser.join()
 
 
 def test_different_calls_are_an_error_on_every_rank(training: Training) -> None:
