@@ -87,7 +87,7 @@ def test_bad_lines_are_skipped_counted_and_described(tmp_path: Path) -> None:
         path = write(tmp_path / name, LIBSVM + bad + b"nan 1:1\0\n" + LIBSVM)
         with open_dataset(path, "libsvm", shard_bytes=30) as dataset:
             dataset.num_shards(0)
-            for _ in range(2):  # a shard that is read again counts once
+            for _ in range(2):  # a shard that is read again is counted once
                 rows = sum(b.num_examples for s in range(4) for b in dataset.read(0, s, 10))
                 assert rows == 4
                 assert dataset.bad_lines.count == 8

@@ -38,7 +38,7 @@ def without_unix(info: NodeInfo) -> NodeInfo:
 
 
 @pytest.mark.parametrize("unix", [True, False])
-def test_every_rank_reaches_every_other(unix: bool) -> None:
+def test_every_rank_reaches_every_other_rank(unix: bool) -> None:
     size = 4
     with nodes(size) as made:
         infos = [node.info if unix else without_unix(node.info) for node in made]

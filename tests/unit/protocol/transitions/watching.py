@@ -44,4 +44,4 @@ def check_table(table: StateTable) -> None:
     rows = {(row.source, row.event, row.target, row.instruction) for row in table.transitions}
     assert len(rows) == len(table.transitions), "a duplicate row"
     named = {state for row in table.transitions for state in (row.source, row.target)}
-    assert named - {OUTSIDE} == set(table.states), "a state without a row, or a row of no state"
+    assert named - {OUTSIDE} == set(table.states), "a state has no row, or a row has no state"

@@ -77,7 +77,7 @@ LOSSES: list[tuple[Tensor, Callable[[Any], Any]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(LOSSES)))
-def test_the_parts_of_a_loss_add_up_to_it(number: int) -> None:
+def test_the_parts_of_a_loss_add_up_to_the_loss(number: int) -> None:
     output, loss_of = LOSSES[number]
     forward, out = recorded(output)
     loss = loss_of(out)
