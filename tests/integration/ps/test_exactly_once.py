@@ -241,7 +241,7 @@ def cut_once_after_sending(connection: ServerConnection, between: Callable[[], o
 
 @pytest.mark.parametrize(("servers", "replicas"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("change", ["write", "erase"])
-def test_a_repeated_change_does_not_undo_a_push_between_the_loads(servers: int, replicas: int, change: str) -> None:
+def test_a_repeated_change_keeps_a_push_between_the_changes(servers: int, replicas: int, change: str) -> None:
     with Cluster(servers=servers, replicas=replicas) as cluster:
         client, other = cluster.connect(observer=True), cluster.connect(observer=True)
         table, other_table = (connection.sparse_table("w", update=SGD(lr=1.0)) for connection in (client, other))
