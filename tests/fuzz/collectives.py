@@ -18,8 +18,11 @@ from paceline.collectives.p2p.pending import ABORT, MESSAGE, Receiving, pack
 from paceline.collectives.p2p.progress import READ
 from paceline.collectives.p2p.streams import Incoming, Outgoing, deliver
 from paceline.errors import PacelineError, ProtocolError
+from paceline.meeting.coordinator import CoordinatedStore
 from paceline.meeting.network_store import LIMITS, CollectRequest, ServedStore, StoreCall, StoreRequest
 from paceline.meeting.node import NodeInfo
+from paceline.protocol.launchers import LauncherBeat, LauncherEnd, LauncherRequest, Launchers, RankEnd, RankStart
+from paceline.protocol.quorum import Coordinator, JoinRequest, LeaveNotice, QuorumReport
 from paceline.transport import Address, Endpoint, Hello, Listener
 
 from .listening import Attacker, Episode, FoundError, Line
@@ -34,9 +37,13 @@ class StoreEpisode(Episode):
     name = "store"
     weight = 10
 
+    def make_store(self) -> ServedStore:
+        """Return the handler of all requests."""
+        return ServedStore()
+
     async def begin(self) -> None:
         transport = MemoryTransport("0123456789abcdef", direct=True, limits=LIMITS)
-        self.listener: Listener = await transport.serve(ServedStore(), Hello(role="rank"))
+        self.listener: Listener = await transport.serve(self.make_store(), Hello(role="rank"))
         target = self.listener.endpoint
         self.attackers = [
             Attacker(self.random, self.mutator, transport, target, Hello(role="rank", rank=rank)) for rank in (1, 2)
@@ -66,6 +73,49 @@ class StoreEpisode(Episode):
 
     def sent(self) -> list[bytes]:
         return [data for attacker in self.attackers for data in attacker.sent]
+
+
+class CoordinatorEpisode(StoreEpisode):
+    """The coordinator of an elastic training, which the first launcher serves."""
+
+    name = "coordinator"
+    weight = 5
+
+    def make_store(self) -> ServedStore:
+        coordinator = Coordinator(range(3), min_ranks=0, max_ranks=3, report_timeout_s=0.01)
+        launchers = Launchers(3, timeout_s=0.01, start_by_s=0.0)
+        return CoordinatedStore(coordinator, launchers, lambda member: None)
+
+    def feed(self) -> int:
+        if self.random.random() < 0.2:
+            return super().feed()
+        kind = self.random.choice((StoreCall.QUORUM, StoreCall.LAUNCHER))
+        body = msgspec.msgpack.encode(self._rank_request() if kind == StoreCall.QUORUM else self._launcher_request())
+        return self.random.choice(self.attackers).attack(Frame(kind, b"", body), STORE_KINDS)
+
+    def _rank_request(self) -> Any:
+        random = self.random
+        member, quorum, step = random.randrange(8), random.randrange(6), random.randrange(4)
+        flags = [random.random() < 0.5 for _ in range(2)]
+        return random.choice(
+            (
+                JoinRequest(member, step),
+                QuorumReport(member, quorum, step, *flags, random.choice((None, step))),
+                LeaveNotice(member, step, flags[0]),
+            )
+        )
+
+    def _launcher_request(self) -> LauncherRequest:
+        random = self.random
+        node, launcher, number = random.randrange(3), random.randrange(3), random.randrange(8)
+        return random.choice(
+            (
+                RankStart(node, launcher, number, number),
+                RankEnd(node, launcher, number, random.random() < 0.5),
+                LauncherBeat(node, launcher),
+                LauncherEnd(node, launcher),
+            )
+        )
 
 
 CALL = CollectiveCall("all_reduce", "float32", (4, 5), "sum")

@@ -93,7 +93,7 @@ def request_quorum(
     return answer
 
 
-class _CoordinatedStore(ServedStore):
+class CoordinatedStore(ServedStore):
     """The store, the coordinator, and the requests that wait for its answer. Only the event loop's thread uses it."""
 
     def __init__(self, coordinator: Coordinator, launchers: Launchers, expel: Callable[[int], None]) -> None:
@@ -268,7 +268,7 @@ class CoordinatorServer(LauncherCoordinator):
         expel: Callable[[int], None],
     ) -> None:
         """Start the server. Raises AddressError if it cannot listen at the address."""
-        self._store = _CoordinatedStore(coordinator, launchers, expel)
+        self._store = CoordinatedStore(coordinator, launchers, expel)
         self._server = StoreServer(address, token, Hello(role=COORDINATOR), tls, store=self._store)
         self.address = self._server.address
 
