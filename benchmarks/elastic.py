@@ -2,24 +2,24 @@
 
     python benchmarks/elastic.py [faults] [cost] [balance] [endurance] [--kills 5] [--steps 200] [--minutes 30]
 
-Two ranks train a model of 33 kB with AdamW. Each step sleeps instead of computing: 20 ms for the first two figures, 50
-ms for the third one. For the last figure, a step has 64 samples. One rank sleeps 1 ms per sample, and the other rank
-sleeps 3 ms. The program prints medians, with the smallest and the largest value:
+Two ranks train a model of 33 kB with AdamW, and sleep in each step instead of computing. The program prints medians,
+with the smallest and the largest value:
 
-- from SIGKILL of one rank to the next committed step of the other rank;
-- the longest step of the old rank when the replacement joins, minus its median step;
-- if torchft is installed, the same two figures of torchft on Gloo. A replica group of torchft is lost after 5 s without
-a heartbeat by default; the figures of 1 s are shown too;
-- the time of forward, backward and step in an elastic run, minus this time in a run without ``--min-ranks``. The two
-runs alternate;
-- the time of a step with a rank that is three times slower than the other one, without and with ``--balance``;
-- the loss after 30 minutes in which one of three ranks is killed every 5 s, the loss without kills after the same
-number of epochs, and the memory of the launcher.
+- faults, with 20 ms of sleep: the time from SIGKILL of one rank to the next committed step of the other rank, and the
+longest step of the old rank when the replacement joins, minus its median step. If torchft is installed, the same for
+torchft on Gloo. torchft detects a lost replica group after 5 s without a heartbeat by default; 1 s is shown too;
+- cost, with 50 ms of sleep: the time of forward, backward and step in an elastic run, minus this time in a run without
+``--min-ranks``. The two runs alternate;
+- balance: the time of a step of 64 samples, without and with ``--balance``. One rank sleeps 1 ms per sample, and the
+other rank sleeps 3 ms;
+- endurance: the loss of a regression after 30 minutes in which one of three ranks is killed every 5 s, the loss without
+kills after the same number of epochs, and the memory of the launcher.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -156,7 +156,10 @@ class LostRankError(Exception):
 
 def is_running(pid: int) -> bool:
     """Return whether a process runs, and is not a zombie."""
-    return psutil.pid_exists(pid) and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Training:
@@ -275,7 +278,10 @@ def measure_faults(start: Callable[[Path], Training], kills: int) -> Faults:
 
 
 def _kill_ranks(training: Training, faults: Faults, kills: int) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
     while len(training.ranks()) < RANKS:
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"the ranks did not start within {PATIENCE_S:g} s")
         time.sleep(0.1)
     survivor = training.ranks()[0]
     since_s = 0.0
@@ -332,20 +338,25 @@ def train_long(
         command += [str(folder / "script.py"), name, str(sleep_s), str(num_epochs), str(seed)]
         launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         process, begun_s = psutil.Process(launcher.pid), time.monotonic()
-        while every_s and launcher.poll() is None and time.monotonic() < begun_s + duration_s:
-            time.sleep(every_s)
-            joined = [int(path.name.split()[1]) for path in folder.glob("* *")]
-            joined = [pid for pid in joined if is_running(pid)]
-            if len(joined) > 1:
-                os.kill(random.choice(joined), signal.SIGKILL)
-                kills += 1
-            if not sizes and time.monotonic() > begun_s + duration_s / 10:
+        try:
+            while every_s and launcher.poll() is None and time.monotonic() < begun_s + duration_s:
+                time.sleep(every_s)
+                joined = [int(path.name.split()[1]) for path in folder.glob("* *")]
+                joined = [pid for pid in joined if is_running(pid)]
+                if len(joined) > 1:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(random.choice(joined), signal.SIGKILL)
+                        kills += 1
+                if not sizes and time.monotonic() > begun_s + duration_s / 10:
+                    sizes.append(process.memory_info().rss / 2**20)
+            if every_s and launcher.poll() is None:
                 sizes.append(process.memory_info().rss / 2**20)
-        if every_s and launcher.poll() is None:
-            sizes.append(process.memory_info().rss / 2**20)
-            (folder / "stop").touch()
-        if launcher.wait():
-            raise SystemExit(f"the training ended with status {launcher.returncode} after {kills} kills")
+                (folder / "stop").touch()
+            if launcher.wait():
+                raise SystemExit(f"the training ended with status {launcher.returncode} after {kills} kills")
+        finally:
+            launcher.kill()
+            launcher.wait()
         epochs, loss = (folder / "result").read_text().split()
         return [int(epochs), float(loss), kills, *sizes]
 

@@ -21,7 +21,7 @@ from paceline.errors import PacelineError, ProtocolError
 from paceline.meeting.coordinator import CoordinatedStore
 from paceline.meeting.network_store import LIMITS, CollectRequest, ServedStore, StoreCall, StoreRequest
 from paceline.meeting.node import NodeInfo
-from paceline.protocol.launchers import LauncherBeat, LauncherEnd, LauncherRequest, Launchers, RankEnd, RankStart
+from paceline.protocol.launchers import LauncherEnd, LauncherHeartbeat, LauncherRequest, Launchers, RankEnd, RankStart
 from paceline.protocol.quorum import Coordinator, JoinRequest, LeaveNotice, QuorumReport
 from paceline.transport import Address, Endpoint, Hello, Listener
 
@@ -100,7 +100,7 @@ class CoordinatorEpisode(StoreEpisode):
         return random.choice(
             (
                 JoinRequest(member, step),
-                QuorumReport(member, quorum, step, *flags, random.choice((None, step))),
+                QuorumReport(member, quorum, step, flags[0], flags[1], random.choice((None, step))),
                 LeaveNotice(member, step, flags[0]),
             )
         )
@@ -112,7 +112,7 @@ class CoordinatorEpisode(StoreEpisode):
             (
                 RankStart(node, launcher, number, number),
                 RankEnd(node, launcher, number, random.random() < 0.5),
-                LauncherBeat(node, launcher),
+                LauncherHeartbeat(node, launcher),
                 LauncherEnd(node, launcher),
             )
         )

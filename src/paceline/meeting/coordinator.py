@@ -5,30 +5,25 @@ The coordinator forms *quorums*, which are numbered sets of ranks that train tog
 that begin with ``quorum 5/``. These keys are removed when quorum 6 starts, or when a rank of quorum 5 is lost.
 
 The launcher of node 0 owns a :class:`CoordinatorServer`. The launchers of other nodes report the starts and ends of
-their ranks through a :class:`CoordinatorClient`, which has the same methods.
+their ranks through a :class:`~paceline.meeting.coordinator_client.CoordinatorClient`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import secrets
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Final
 
 import msgspec
 from typing_extensions import override
 
 from paceline.closing import Closing
-from paceline.errors import AddressError, PacelineError, RankLostError
+from paceline.errors import PacelineError, RankLostError, UsageError
 from paceline.meeting.network_store import NetworkStore, ServedStore, StoreCall, StoreServer
 from paceline.protocol.launchers import (
     LauncherAnswer,
-    LauncherBeat,
     LauncherEnd,
     LauncherRequest,
     Launchers,
@@ -59,17 +54,15 @@ from paceline.transport.security.authentication import Hello
 
 COORDINATOR = "coordinator"
 """The role of the server in its Hello (the identity that it sends in the handshake)."""
+NUM_RANKS = "num_ranks"
+"""The field of a launcher's Hello with the number of ranks on all nodes."""
 NEWCOMERS = "newcomers"
 """The key that is set, with the prefix of the current quorum, when new processes wait to join."""
 END = "end"
 """A key that is never set. A request for it fails when the quorum ends."""
 ENDED = "the training has ended"
 """The key that is set when all members have ended. Ranks that are paused, and therefore in no quorum, wait for it."""
-_LEAVE_S: Final = 2.0
-_BEAT_S: Final = 0.5
-"""The interval of a launcher's requests, at most."""
 _decode_launcher_request = reader(LauncherRequest, "a request of a launcher")
-_decode_launcher_answer = reader(LauncherAnswer, "an answer to a launcher")
 _decode_request = reader(JoinRequest | QuorumReport | LeaveNotice, "a request to the coordinator")
 _decode_answer = reader(StartQuorum | RetryJoin | None, "an answer of the coordinator")
 
@@ -102,8 +95,8 @@ class CoordinatedStore(ServedStore):
         self.launchers = launchers
         self.failure: str | None = None
         self._expel = expel
-        self._launcher_of: dict[Peer, tuple[int, int]] = {}
-        """Node and number of the launcher at the other end of a connection."""
+        self._launchers: dict[tuple[int, int], Peer] = {}
+        """The newest connection of each launcher, by the launcher's node and number."""
         self._waiting: dict[int, tuple[Peer, Header]] = {}
         self._first_usable = 0
         """The lowest quorum number whose keys are still valid. Requests for keys of lower numbers fail."""
@@ -132,13 +125,19 @@ class CoordinatedStore(ServedStore):
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         super().disconnected(peer, reason)
         self._waiting = {member: waiting for member, waiting in self._waiting.items() if waiting[0] is not peer}
-        launcher = self._launcher_of.pop(peer, None)
-        if launcher is not None:
+        for launcher in [launcher for launcher, newest in self._launchers.items() if newest is peer]:
+            del self._launchers[launcher]
             self.lose(self.launchers.disconnected(*launcher))
 
     def _answer_launcher(self, peer: Peer, request: LauncherRequest) -> None:
-        self.lose(self.launchers.heard(request, time.monotonic()))
-        self._launcher_of[peer] = (request.node, request.launcher)
+        num_ranks = peer.hello.extra.get(NUM_RANKS)
+        if num_ranks != self.launchers.num_ranks:
+            raise UsageError(
+                f"node {request.node} was started for {num_ranks} ranks, and node 0 for {self.launchers.num_ranks}. "
+                "Pass the same --nnodes and --nproc-per-node on all nodes"
+            )
+        self.lose(self.launchers.request_received(request, time.monotonic()))
+        self._launchers[request.node, request.launcher] = peer
         member, has_joined = 0, False
         match request:
             case RankStart():
@@ -149,15 +148,15 @@ class CoordinatedStore(ServedStore):
                 self.launchers.ended(request)
                 self.carry_out(self.coordinator.ended(request.member, is_failure=request.is_failure))
             case LauncherEnd():
-                self.lose(self.launchers.left(request))
+                del self._launchers[request.node, request.launcher]
+                self.lose(self.launchers.launcher_ended(request))
         answer = LauncherAnswer(self.failure, self.launchers.lost_members(request.node), member, has_joined)
         peer.send(*frame_parts(StoreCall.DONE, body=msgspec.msgpack.encode(answer)))
         self._set_timer()
 
     def lose(self, members: Iterable[int]) -> None:
         """Continue without the members of a lost launcher."""
-        for member in members:
-            self.carry_out(self.coordinator.ended(member, is_failure=True))
+        self.carry_out(self.coordinator.lost(list(members)))
 
     def carry_out(self, instructions: Iterable[QuorumInstruction]) -> None:
         for instruction in instructions:
@@ -225,8 +224,8 @@ def _ended(quorum: int) -> PacelineError:
     return RankLostError(f"quorum {quorum} has ended, because a rank was lost or another quorum has started")
 
 
-class LauncherCoordinator(Closing):
-    """What a launcher tells the coordinator: the starts and ends of its ranks."""
+class CoordinatorAccess(Closing):
+    """A launcher's access to the coordinator, to report the starts and ends of its ranks. Methods are thread-safe."""
 
     @property
     @abstractmethod
@@ -239,8 +238,8 @@ class LauncherCoordinator(Closing):
         """Whether other launchers still need this process."""
 
     @abstractmethod
-    def started(self, rank: int) -> int:
-        """Announce a new process of a rank; return the process's unique number (incarnation)."""
+    def started(self, rank: int) -> int | None:
+        """Announce a new process of a rank; return the process's unique number (incarnation); None after a failure."""
 
     @abstractmethod
     def ended(self, member: int, *, is_failure: bool) -> bool:
@@ -251,8 +250,8 @@ class LauncherCoordinator(Closing):
         """Return new notes for the user about other nodes."""
 
 
-class CoordinatorServer(LauncherCoordinator):
-    """A coordinator and its store. A background thread serves them until :meth:`close`. All methods are thread-safe.
+class CoordinatorServer(CoordinatorAccess):
+    """A coordinator and its store. A background thread serves them until :meth:`close`.
 
     The thread calls `expel` with the number (incarnation) of a process of this launcher that was declared lost and must
     end.
@@ -280,7 +279,7 @@ class CoordinatorServer(LauncherCoordinator):
     @property
     @override
     def must_serve(self) -> bool:
-        return self._store.launchers.num_living > 0
+        return self._server.call(lambda: self._store.launchers.are_needed)
 
     @override
     def started(self, rank: int) -> int:
@@ -300,108 +299,17 @@ class CoordinatorServer(LauncherCoordinator):
 
         return self._server.call(end)
 
-    def has_joined(self, member: int) -> bool:
-        """Return whether a process that has not ended takes or took part in the training."""
-        return self._store.coordinator.has_joined(member)
-
     @override
     def take_notes(self) -> list[str]:
-        launchers = self._store.launchers
-        notes, launchers.notes = launchers.notes, []
-        return notes
+        def take() -> list[str]:
+            launchers = self._store.launchers
+            notes, launchers.notes = launchers.notes, []
+            return notes
+
+        return self._server.call(take)
 
     @override
     def close(self) -> None:
         if self._store.failure is None:
             self._store.failure = "the launcher of node 0 has ended"  # for launchers that still send requests
         self._server.close()
-
-
-class CoordinatorClient(LauncherCoordinator):
-    """The connection of another node's launcher to the coordinator. A thread sends a request regularly.
-
-    The thread calls `expel` with the number of a process that must end. If the coordinator does not answer for
-    `timeout_s` seconds, :attr:`failure` says so.
-    """
-
-    must_serve = False
-
-    def __init__(
-        self,
-        address: Address,
-        token: str,
-        tls: TLS | None,
-        expel: Callable[[int], None],
-        *,
-        node: int,
-        timeout_s: float,
-    ) -> None:
-        """Connect to the coordinator. Raises the errors of :meth:`Transport.connect`."""
-        self._node, self._number = node, secrets.randbits(48)
-        self._timeout_s = timeout_s
-        self._expel = expel
-        self._failure: str | None = None
-        self._serials = itertools.count()
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        hello = Hello(role="launcher", rank=node, incarnation=self._number, to=COORDINATOR)
-        self._store = NetworkStore(address, token, hello, timeout_s=timeout_s, tls=tls)
-        self._thread = threading.Thread(target=self._beat, name="paceline-launcher", daemon=True)
-        self._thread.start()
-
-    @property
-    @override
-    def failure(self) -> str | None:
-        return self._failure
-
-    @override
-    def started(self, rank: int) -> int:
-        return self._request(RankStart(self._node, self._number, next(self._serials), rank)).member
-
-    @override
-    def ended(self, member: int, *, is_failure: bool) -> bool:
-        return self._request(RankEnd(self._node, self._number, member, is_failure)).has_joined
-
-    @override
-    def take_notes(self) -> list[str]:
-        return []
-
-    def _beat(self) -> None:
-        while not self._stop.wait(min(_BEAT_S, self._timeout_s / 4)) and self._failure is None:
-            self._request(LauncherBeat(self._node, self._number))
-
-    def _request(self, request: LauncherRequest) -> LauncherAnswer:
-        """Return the coordinator's answer, or an answer with a failure after the time limit."""
-        deadline_s = time.monotonic() + self._timeout_s
-        body = msgspec.msgpack.encode(request)
-        while self._failure is None:
-            try:
-                with self._lock:  # the coordinator detects the loss of the one connection
-                    answer: LauncherAnswer = _decode_launcher_answer(
-                        self._store.call(StoreCall.LAUNCHER, max(deadline_s - time.monotonic(), 0.1), body=body)
-                    )
-            except RankLostError as error:
-                self._failure = str(error)
-            except PacelineError as error:
-                # AddressError: no process listens, so the launcher of node 0 has ended.
-                if isinstance(error, AddressError) or time.monotonic() >= deadline_s:
-                    self._failure = f"node 0 does not answer: {error}"
-                elif self._stop.wait(_BEAT_S):
-                    break
-            else:
-                self._failure = answer.failure
-                for member in answer.lost:
-                    self._expel(member)
-                return answer
-        return LauncherAnswer(self._failure)
-
-    @override
-    def close(self) -> None:
-        """End the launcher's part: its processes have ended. Idempotent."""
-        if self._stop.is_set():
-            return
-        self._timeout_s = _LEAVE_S
-        self._request(LauncherEnd(self._node, self._number))
-        self._stop.set()
-        self._store.close()
-        self._thread.join()

@@ -3,8 +3,8 @@
 Each node has one launcher, which starts the node's ranks. The launcher of node 0 serves the coordinator and these
 records. The other launchers send it a request at each start and end of a rank, and regularly in between. A launcher is
 *lost* when its connection breaks or no request arrives for a time limit. Then all its ranks are lost, and the other
-ranks continue without them. If a lost launcher sends a request again, the answer names its lost ranks. The launcher
-ends and replaces them. A new launcher with the number of a node replaces the old launcher.
+ranks continue without them. If a lost launcher sends a request again, the answer names its lost ranks. That launcher
+then kills these ranks and starts new ones. A new launcher with the number of a node replaces the old launcher.
 
 A *member* is the incarnation of a rank's process, as in :mod:`paceline.protocol.quorum`. Pure: the runtime is
 :mod:`paceline.meeting.coordinator`.
@@ -42,8 +42,8 @@ class RankEnd(Struct, frozen=True, array_like=True, tag=True):
     is_failure: bool
 
 
-class LauncherBeat(Struct, frozen=True, array_like=True, tag=True):
-    """The launcher lives."""
+class LauncherHeartbeat(Struct, frozen=True, array_like=True, tag=True):
+    """A message without news, sent regularly."""
 
     node: Number
     launcher: Number
@@ -56,7 +56,7 @@ class LauncherEnd(Struct, frozen=True, array_like=True, tag=True):
     launcher: Number
 
 
-LauncherRequest: TypeAlias = RankStart | RankEnd | LauncherBeat | LauncherEnd
+LauncherRequest: TypeAlias = RankStart | RankEnd | LauncherHeartbeat | LauncherEnd
 
 
 class LauncherAnswer(Struct, frozen=True, array_like=True):
@@ -76,12 +76,19 @@ class LauncherAnswer(Struct, frozen=True, array_like=True):
 class _Launcher:
     number: int
     """A random number, different for each launcher."""
-    heard_s: float
+    last_request_s: float
     members: dict[int, int] = field(default_factory=dict)
     """Serial number of the start → member, for the living members."""
     lost: set[int] = field(default_factory=set)
     """Members that were declared lost, and whose ends the launcher has not reported."""
     is_lost: bool = False
+
+    def declare_lost(self) -> list[int]:
+        """Return the members, unless they were declared lost before."""
+        self.is_lost = True
+        members = [member for member in self.members.values() if member not in self.lost]
+        self.lost.update(members)
+        return members
 
 
 class Launchers:
@@ -93,6 +100,7 @@ class Launchers:
     """
 
     def __init__(self, num_ranks: int, *, timeout_s: float, start_by_s: float) -> None:
+        self.num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._start_by_s = start_by_s
         self._unstarted = set(range(num_ranks))
@@ -104,13 +112,14 @@ class Launchers:
         """Numbers of launchers that another launcher of the same node has replaced."""
 
     @property
-    def num_living(self) -> int:
-        return sum(not launcher.is_lost for launcher in self._nodes.values())
+    def are_needed(self) -> bool:
+        """Whether a launcher lives, or has not started its ranks yet."""
+        return bool(self._unstarted) or not all(launcher.is_lost for launcher in self._nodes.values())
 
     @property
     def deadline_s(self) -> float | None:
         """The time at which :meth:`time_passed` must be called; None without launchers to wait for."""
-        times = [launcher.heard_s + self._timeout_s for launcher in self._nodes.values() if not launcher.is_lost]
+        times = [launcher.last_request_s + self._timeout_s for launcher in self._nodes.values() if not launcher.is_lost]
         if self._unstarted:
             times.append(self._start_by_s)
         return min(times, default=None)
@@ -123,34 +132,36 @@ class Launchers:
         self._next_member += 1
         return self._next_member - 1
 
-    def heard(self, request: LauncherRequest, time_s: float) -> list[int]:
+    def request_received(self, request: LauncherRequest, time_s: float) -> list[int]:
         """Record a request of a launcher. Return the members of the launcher that it replaces; they are lost.
 
         Raises RankLostError if another launcher has replaced this one.
         """
         if request.launcher in self._replaced:
             raise RankLostError(f"another launcher has started as node {request.node}")
-        before = self._nodes.get(request.node)
-        if before is not None and before.number == request.launcher:
-            if before.is_lost:
+        previous = self._nodes.get(request.node)
+        if previous is not None and previous.number == request.launcher:
+            if previous.is_lost:
                 self.notes.append(f"node {request.node} is back, and its ranks join again")
-            before.heard_s, before.is_lost = time_s, False
+            previous.last_request_s, previous.is_lost = time_s, False
             return []
-        lost: list[int] = []
-        if before is not None:
-            lost = self._lose(request.node)
-            self._replaced.add(before.number)
-        if not self._unstarted or before is not None:
-            self.notes.append(f"node {request.node} has arrived, and its ranks join")
         self._nodes[request.node] = _Launcher(request.launcher, time_s)
-        return lost
+        if previous is None:
+            if not self._unstarted:
+                self.notes.append(f"node {request.node} has arrived, and its ranks join")
+            return []
+        self._replaced.add(previous.number)
+        replaces = "" if previous.is_lost else ", and replaces the first one"
+        self.notes.append(f"another launcher has started as node {request.node}{replaces}")
+        return [] if previous.is_lost else previous.declare_lost()
 
     def start(self, request: RankStart) -> int:
-        """Return the number of the process to start; the same number for a repeated request."""
-        members = self._nodes[request.node].members
-        if request.serial not in members:
-            members[request.serial] = self.new_member(request.rank)
-        return members[request.serial]
+        """Return the number of the process to start: the same one for a repeated request, unless it was lost."""
+        launcher = self._nodes[request.node]
+        member = launcher.members.get(request.serial)
+        if member is None or member in launcher.lost:
+            member = launcher.members[request.serial] = self.new_member(request.rank)
+        return member
 
     def ended(self, request: RankEnd) -> None:
         """Record the end of a process."""
@@ -158,21 +169,21 @@ class Launchers:
         launcher.members = {key: member for key, member in launcher.members.items() if member != request.member}
         launcher.lost.discard(request.member)
 
-    def left(self, request: LauncherEnd) -> list[int]:
+    def launcher_ended(self, request: LauncherEnd) -> list[int]:
         """Remove a launcher; return its members that have not ended."""
-        return list(self._nodes.pop(request.node).members.values())
+        return self._nodes.pop(request.node).declare_lost()
 
     def disconnected(self, node: int, launcher: int) -> list[int]:
         """Record that the connection of a launcher is broken; return its members, which are lost."""
         found = self._nodes.get(node)
-        return self._lose(node) if found is not None and found.number == launcher else []
+        return self._declare_lost(node) if found is not None and found.number == launcher else []
 
     def time_passed(self, time_s: float) -> list[int]:
         """Return the members of launchers that became silent, and the initial ranks that were not started in time."""
         lost: list[int] = []
         for node, launcher in self._nodes.items():
-            if time_s >= launcher.heard_s + self._timeout_s:
-                lost += self._lose(node)
+            if time_s >= launcher.last_request_s + self._timeout_s:
+                lost += self._declare_lost(node)
         if self._unstarted and time_s >= self._start_by_s:
             ranks = sorted(self._unstarted)
             self.notes.append(
@@ -194,14 +205,12 @@ class Launchers:
         """Return the members of a node's launcher that were declared lost and have not ended."""
         return tuple(sorted(self._nodes[node].lost)) if node in self._nodes else ()
 
-    def _lose(self, node: int) -> list[int]:
-        """Declare a launcher lost. Return its members, unless they were declared lost before."""
+    def _declare_lost(self, node: int) -> list[int]:
+        """Declare a launcher lost; return its members that were not declared lost before."""
         launcher = self._nodes[node]
         if launcher.is_lost:
             return []
-        launcher.is_lost = True
-        members = [member for member in launcher.members.values() if member not in launcher.lost]
-        launcher.lost.update(members)
+        members = launcher.declare_lost()
         if members:
-            self.notes.append(f"node {node} is lost. The other ranks continue without it")
+            self.notes.append(f"node {node} is lost")
         return members

@@ -227,16 +227,25 @@ class Coordinator:
         self._step_of_left = max(self._step_of_left, request.step)
         return self._decide()
 
-    def ended(self, member: int, *, is_failure: bool) -> list[QuorumInstruction]:
-        self._joined.discard(member)
-        if self.has_failed or member not in self._processes:
+    def lost(self, members: Iterable[int]) -> list[QuorumInstruction]:
+        """Record that processes are lost together. The processes that have left had finished."""
+        finished = self._leaving.intersection(members)
+        instructions = self.ended(*set(members) - finished, is_failure=True)
+        return [*instructions, *self.ended(*finished, is_failure=False)]
+
+    def ended(self, *members: int, is_failure: bool) -> list[QuorumInstruction]:
+        """Record that processes have ended, all with the same result."""
+        self._joined.difference_update(members)
+        ended = self._processes.intersection(members)
+        if self.has_failed or not ended:
             return []
-        is_old = member in self._alive or member in self._leaving or member in self._awaited
-        was_alive = member in self._alive
-        for members in (self._processes, self._alive, self._leaving, self._paused, self._awaited):
-            members.discard(member)
-        self._waiting.pop(member, None)
-        self._reports.pop(member, None)
+        is_old = bool(ended & (self._alive | self._leaving | self._awaited))
+        was_alive = bool(ended & self._alive)
+        for processes in (self._processes, self._alive, self._leaving, self._paused, self._awaited):
+            processes -= ended
+        for member in ended:
+            self._waiting.pop(member, None)
+            self._reports.pop(member, None)
         if not self.quorum:
             num_left = len(self._initial & self._processes)
             if is_failure and num_left < self._min_ranks:

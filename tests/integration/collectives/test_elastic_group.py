@@ -10,15 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from paceline.collectives.elastic import ElasticGroup
 from paceline.errors import GroupClosedError, MismatchError, RankLostError
-from paceline.meeting.coordinator import CoordinatorServer
-from paceline.protocol.launchers import Launchers
+from paceline.meeting.coordinator import NUM_RANKS, CoordinatorServer
+from paceline.meeting.network_store import NetworkStore, StoreCall
+from paceline.protocol.launchers import LauncherHeartbeat, Launchers, RankStart
 from paceline.protocol.quorum import Coordinator
-from paceline.transport import Address, make_token
+from paceline.transport import Address, Hello, make_token
 
 
 class Training:
@@ -27,10 +29,10 @@ class Training:
     def __init__(self) -> None:
         self.expelled: list[int] = []
         self.token = make_token()
-        coordinator = Coordinator(range(3), min_ranks=1, max_ranks=3, report_timeout_s=1.0)
+        self.coordinator = Coordinator(range(3), min_ranks=1, max_ranks=3, report_timeout_s=1.0)
         launchers = Launchers(3, timeout_s=30.0, start_by_s=math.inf)
         self.server = CoordinatorServer(
-            coordinator, launchers, Address("tcp", "127.0.0.1", 0), self.token, None, self.expelled.append
+            self.coordinator, launchers, Address("tcp", "127.0.0.1", 0), self.token, None, self.expelled.append
         )
         assert [self.server.started(rank) for rank in range(3)] == [0, 1, 2]
 
@@ -84,11 +86,11 @@ def test_the_remaining_ranks_repeat_an_exchange_after_a_rank_leaves(training: Tr
 
 def test_a_departed_rank_counts_as_a_participant(training: Training) -> None:
     """A process leaves the group before it ends, also after an exception."""
-    assert not training.server.has_joined(0)
+    assert not training.coordinator.has_joined(0)
     training.run(lambda group: group.barrier(), 0, 1, 2)
-    assert training.server.has_joined(0)
+    assert training.coordinator.has_joined(0)
     training.server.ended(0, is_failure=True)
-    assert not training.server.has_joined(0)
+    assert not training.coordinator.has_joined(0)
 
 
 def test_a_silent_rank_is_expelled_and_cannot_return(training: Training) -> None:
@@ -152,3 +154,20 @@ def test_a_process_is_dismissed_after_the_end(training: Training) -> None:
         training.server.ended(member, is_failure=False)
     with pytest.raises(GroupClosedError, match="has ended"):
         training.join(3)
+
+
+def test_the_end_of_an_old_connection_does_not_lose_a_launcher_that_is_back(training: Training) -> None:
+    hello = Hello(role="launcher", rank=1, extra={NUM_RANKS: 3})
+    stores = [NetworkStore(training.server.address, training.token, hello, timeout_s=20.0) for _ in range(2)]
+    for store in stores:
+        request = LauncherHeartbeat(1, 7) if store is stores[1] else RankStart(1, 7, 0, 0)
+        store.call(StoreCall.LAUNCHER, 20.0, body=msgspec.msgpack.encode(request))
+    stores[0].close()
+    time.sleep(0.2)
+    assert training.server.must_serve
+    stores[1].close()
+    deadline_s = time.monotonic() + 20
+    while training.server.must_serve:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert "node 1 is lost" in training.server.take_notes()

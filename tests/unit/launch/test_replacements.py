@@ -3,43 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from tests.free_ports import free_port
 
+from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.elastic import ElasticRun
+from paceline.launch.run.loop import RunLoop, Signals
 from paceline.launch.run.plan import RankPlan
 from paceline.launch.run.processes import Rank, RankProcesses
-from paceline.launch.supervisor import Child
+from paceline.launch.screen import Screen
+from paceline.launch.supervisor import Child, ChildProcess
 from paceline.protocol.quorum import Coordinator
 from paceline.strategies import ElasticOptions
 from paceline.transport import Address, make_token
 
+TOKEN = make_token()
+
 
 class Run:
-    """A run of three ranks without processes."""
+    """The part of a node with three ranks in a run without processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0, *, node: int = 0, num_ranks: int = 3) -> None:
         self.started: list[Rank] = []
+        self.pid = os.getpid()
+        """The process of the next ranks."""
         self.processes = RankProcesses()
-        plans = [RankPlan(rank=rank, environment={}) for rank in range(3)]
         self.elastic = ElasticRun(
-            ElasticOptions(min_ranks=1, num_ranks=3),
-            plans,
+            ElasticOptions(min_ranks=1, num_ranks=num_ranks),
+            [RankPlan(rank=3 * node + rank, environment={}) for rank in range(3)],
             self._start,
-            node=0,
-            address=Address("tcp", "127.0.0.1", 0),
-            token=make_token(),
+            node=node,
+            address=Address("tcp", "127.0.0.1", port),
+            token=TOKEN,
             tls=None,
             timeout_s=30.0,
         )
-        self.elastic.start_all()
 
     def _start(self, plan: RankPlan) -> Rank:
-        self.started.append(Rank(plan, cast(Child, None), ()))
+        process = SimpleNamespace(pid=self.pid, send_signal=lambda number: None)
+        self.started.append(Rank(plan, Child("rank", cast(ChildProcess, process), is_foreign=True), ()))
         return self.started[-1]
 
     def end_last(self, status: int) -> tuple[str | None, float | None]:
@@ -58,6 +68,7 @@ class Run:
 @pytest.fixture
 def run() -> Iterator[Run]:
     found = Run()
+    found.elastic.start_all()
     with found.elastic, contextlib.closing(found.processes):
         yield found
 
@@ -82,3 +93,58 @@ def test_ranks_that_are_killed_after_they_took_part_are_always_replaced(
     monkeypatch.setattr(Coordinator, "has_joined", lambda self, member: True)
     pauses = [run.end_last(-signal.SIGKILL)[1] for _ in range(10)]
     assert pauses == pytest.approx([0.0] * 10, abs=0.5)
+
+
+def test_ranks_that_are_stopped_for_too_long_are_killed_and_always_replaced(run: Run) -> None:
+    """The ranks do not even take part."""
+    process = subprocess.Popen(["sleep", "60"])
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    try:
+        run.pid = process.pid
+        run.end_last(-signal.SIGKILL)
+        pauses = []
+        for _ in range(8):
+            assert run.elastic.kill_stopped(0.0) == []
+            assert ["was stopped for 30 s" in note for note in run.elastic.kill_stopped(60.0)] == [True]
+            pauses.append(run.end_last(-signal.SIGKILL)[1])
+    finally:
+        process.kill()
+        process.wait()
+    assert pauses == pytest.approx([0.0] * 8, abs=0.5)
+
+
+def test_a_node_has_given_up_when_none_of_its_ranks_is_replaced(run: Run) -> None:
+    for _ in range(5):
+        run.end_last(1)
+        assert not run.elastic.has_given_up
+    run.end_last(1)
+    assert run.elastic.has_given_up
+
+
+def test_no_rank_starts_after_the_end_of_node_0() -> None:
+    port = free_port()
+    first = Run(port, num_ranks=6)
+    second = Run(port, node=1, num_ranks=6)
+    first.elastic.close()
+    second.elastic.start_all()
+    assert second.started == []
+    assert "node 0" in str(second.elastic.failure())
+    second.elastic.close()
+
+
+def test_nodes_with_different_numbers_of_ranks_do_not_wait_for_each_other() -> None:
+    port = free_port()
+    with Run(port, num_ranks=6).elastic, Run(port, node=1, num_ranks=9).elastic as second:
+        second.start_all()
+        assert "9 ranks, and node 0 for 6" in str(second.failure())
+
+
+def test_a_failure_at_the_end_of_the_last_rank_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    processes = RankProcesses()
+    loop = RunLoop(
+        processes, Screen(None), Tracebacks(), world_size=1, log_dir=None, find_lost_server=lambda: "no rank is left"
+    )
+    with contextlib.closing(processes), Signals(processes) as signals:
+        assert loop.run(signals) == 1
+    assert "no rank is left" in capfd.readouterr().err

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RankLostError
-from paceline.protocol.launchers import LauncherBeat, LauncherEnd, Launchers, RankEnd, RankStart
+from paceline.protocol.launchers import LauncherEnd, LauncherHeartbeat, Launchers, RankEnd, RankStart
 
 TIMEOUT_S = 10.0
 
@@ -18,7 +18,7 @@ def launchers(num_ranks: int = 4) -> Launchers:
 
 def start(found: Launchers, node: int, rank: int, *, launcher: int = 7, serial: int = 0, time_s: float = 0.0) -> int:
     request = RankStart(node, launcher, serial, rank)
-    assert found.heard(request, time_s) == []
+    assert found.request_received(request, time_s) == []
     return found.start(request)
 
 
@@ -31,6 +31,8 @@ def test_the_first_process_of_a_rank_has_its_number() -> None:
 def test_a_repeated_start_has_the_same_number() -> None:
     found = launchers()
     assert [start(found, 1, 2, serial=5) for _ in range(3)] == [2, 2, 2]
+    assert found.disconnected(1, 7) == [2]
+    assert start(found, 1, 2, serial=5) == 4  # the first process was declared lost
 
 
 def test_a_silent_launcher_is_lost_and_may_return() -> None:
@@ -40,8 +42,8 @@ def test_a_silent_launcher_is_lost_and_may_return() -> None:
     assert found.deadline_s == TIMEOUT_S
     assert found.time_passed(TIMEOUT_S - 1) == []
     assert found.time_passed(TIMEOUT_S) == [1]
-    assert found.num_living == 0
-    assert found.heard(LauncherBeat(1, 7), 50.0) == []
+    assert not found.are_needed
+    assert found.request_received(LauncherHeartbeat(1, 7), 50.0) == []
     assert found.lost_members(1) == (1,)
     found.ended(RankEnd(1, 7, 1, is_failure=True))
     assert found.lost_members(1) == ()
@@ -61,19 +63,19 @@ def test_a_broken_connection_loses_the_ranks_of_the_launcher_once() -> None:
 def test_a_new_launcher_replaces_the_former_launcher_of_its_node() -> None:
     found = launchers()
     start(found, 1, 2)
-    assert found.heard(LauncherBeat(1, 8), 1.0) == [2]
+    assert found.request_received(LauncherHeartbeat(1, 8), 1.0) == [2]
     with pytest.raises(RankLostError, match="another launcher has started as node 1"):
-        found.heard(LauncherBeat(1, 7), 2.0)
+        found.request_received(LauncherHeartbeat(1, 7), 2.0)
     assert found.disconnected(1, 7) == []
 
 
 def test_a_launcher_that_has_ended_is_not_lost() -> None:
-    found = launchers()
-    start(found, 1, 2)
-    found.ended(RankEnd(1, 7, 2, is_failure=False))
-    assert found.left(LauncherEnd(1, 7)) == []
+    found = launchers(1)
+    assert start(found, 1, 0) == 0
+    found.ended(RankEnd(1, 7, 0, is_failure=False))
+    assert found.launcher_ended(LauncherEnd(1, 7)) == []
     assert found.disconnected(1, 7) == []
-    assert found.num_living == 0
+    assert not found.are_needed
 
 
 def test_the_training_starts_without_ranks_that_no_launcher_starts() -> None:
@@ -94,7 +96,10 @@ def test_only_its_launcher_can_end_a_member() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["start", "end", "beat", "cut", "wait", "new"]), st.integers(0, 2)), max_size=60)
+    st.lists(
+        st.tuples(st.sampled_from(["start", "end", "beat", "cut", "wait", "new", "leave", "expel"]), st.integers(0, 2)),
+        max_size=60,
+    )
 )
 def test_each_number_is_used_and_lost_once(events: list[tuple[str, int]]) -> None:
     """With any events, each process has its own number, and is reported as lost at most once."""
@@ -108,21 +113,28 @@ def test_each_number_is_used_and_lost_once(events: list[tuple[str, int]]) -> Non
         launcher = 10 * node + numbers[node]
         if event == "start":
             request = RankStart(node, launcher, next(serials), node)
-            lost += found.heard(request, time_s)
+            lost += found.request_received(request, time_s)
             living[node].append(found.start(request))
             used.append(living[node][-1])
         elif event == "end" and living[node]:
             end = RankEnd(node, launcher, living[node].pop(), is_failure=True)
-            lost += found.heard(end, time_s)
+            lost += found.request_received(end, time_s)
             found.ended(end)
         elif event == "beat":
-            lost += found.heard(LauncherBeat(node, launcher), time_s)
+            lost += found.request_received(LauncherHeartbeat(node, launcher), time_s)
             assert set(found.lost_members(node)) <= set(living[node])
         elif event == "cut":
             lost += found.disconnected(node, launcher)
         elif event == "new":
             numbers[node] += 1
             living[node] = []
+        elif event == "leave":
+            leave = LauncherEnd(node, launcher)
+            lost += found.request_received(leave, time_s)
+            lost += found.launcher_ended(leave)
+            living[node] = []
+        elif event == "expel" and living[node] and living[node][-1] not in lost and found.expel(living[node][-1]):
+            lost.append(living[node][-1])
         elif event == "wait":
             time_s += TIMEOUT_S
             lost += found.time_passed(time_s)

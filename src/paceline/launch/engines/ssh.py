@@ -250,12 +250,13 @@ class Ssh(RunEngine):
                     continue
                 self._has_failed = True
                 return RunEnd(status, f"host {process.host}: {end}; the other hosts were ended")
-        for process, due_s in list(self._next_attempts.items()):
-            if time.monotonic() >= due_s:
-                self._start_again(process)
         last = self._processes[-1].role
-        is_over = all(process.status() == 0 for process in self._processes if process.role is last)
-        return RunEnd(0, None) if is_over else None
+        if all(process.status() == 0 for process in self._processes if process.role is last):
+            return RunEnd(0, None)
+        for process, due_s in list(self._next_attempts.items()):
+            if time.monotonic() >= due_s and self._processes[0].status() is None:
+                self._start_again(process)
+        return None
 
     def _continue_without(self, process: _HostProcess, end: str) -> None:
         self._processes.remove(process)
@@ -276,15 +277,16 @@ class Ssh(RunEngine):
         """Try to start the process of a lost host."""
         del self._next_attempts[lost]
         process = self._connect(lost.role, lost.index, lost.host)
+        self._processes.append(process)
         try:
             self._exchange([process], [self._request_of(process)])
             self._exchange([process], [[]])
         except UsageError as error:
             report(f"{error}. The next attempt is in {_AGAIN_S:g} s")
             self._next_attempts[process] = time.monotonic() + _AGAIN_S
+            self._processes.remove(process)
             self._discard(process)
         else:
-            self._processes.insert(process.index, process)
             self._begin(process)
 
     @override

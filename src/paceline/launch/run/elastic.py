@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +18,8 @@ from paceline.launch.run.plan import RankPlan
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.setup import PATIENCE_S
 from paceline.launch.supervisor import describe_status
-from paceline.meeting.coordinator import CoordinatorClient, CoordinatorServer, LauncherCoordinator
+from paceline.meeting.coordinator import CoordinatorAccess, CoordinatorServer
+from paceline.meeting.coordinator_client import CoordinatorClient
 from paceline.protocol.launchers import Launchers
 from paceline.protocol.quorum import Coordinator
 from paceline.strategies import ElasticOptions
@@ -30,6 +33,7 @@ _MOST_FAILED_STARTS: Final = 5
 """After this many early failures of ranks in a row, dead ranks are not replaced any more."""
 _EARLY_S: Final = 60.0
 """A failure within this time of the rank's start is early."""
+_SOON_S: Final = 5.0
 _KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
 """Statuses of ranks that another process has killed. The failure is then not the script's."""
 
@@ -65,13 +69,18 @@ class ElasticRun(Closing):
         self._due: list[tuple[float, int]] = []
         """The replacements to start: the time of the start and the number of the rank."""
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        self._num_failed_starts = 0
+        self._num_failed_starts = self._num_given_up = self._num_finished = 0
+        self._expelled: set[int] = set()
+        """Processes that were killed because they were declared lost or were stopped."""
         self._is_over = False
-        self._coordinator: LauncherCoordinator
+        self._coordinator: CoordinatorAccess
         if node:
             self._coordinator = reach(
-                lambda: CoordinatorClient(address, token, tls, self._expel, node=node, timeout_s=timeout_s),
+                lambda: CoordinatorClient(
+                    address, token, tls, self._expel, node=node, num_ranks=options.num_ranks, timeout_s=timeout_s
+                ),
                 PATIENCE_S,
+                _note_after(_SOON_S, f"waiting up to {PATIENCE_S:g} s for node 0 at {address.netloc}"),
                 name="node 0",
             )
         else:
@@ -88,8 +97,10 @@ class ElasticRun(Closing):
         for number in self._plans:
             self._start_rank(number)
 
-    def _start_rank(self, number: int) -> Rank:
+    def _start_rank(self, number: int) -> Rank | None:
         member = self._coordinator.started(number)
+        if member is None:
+            return None
         self._started_s[member] = time.monotonic()
         plan = self._plans[number]
         rank = self._start(replace(plan, environment={**plan.environment, "PACELINE_INCARNATION": str(member)}))
@@ -99,6 +110,11 @@ class ElasticRun(Closing):
     def failure(self) -> str | None:
         """Return the reason why the ranks cannot continue; None if they can."""
         return self._coordinator.failure
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether all ranks of this node have failed and are not replaced any more."""
+        return bool(self._num_given_up) and not self._num_finished
 
     @property
     def must_wait(self) -> bool:
@@ -129,19 +145,21 @@ class ElasticRun(Closing):
         life_s = time.monotonic() - self._started_s.pop(member)
         took_part = self._coordinator.ended(member, is_failure=bool(rank.status))
         if not rank.status:
+            self._num_finished += 1
             self._is_over = self._is_over or took_part  # the training is over, unless the rank never took part
             return None
         assert rank.status is not None
         text = f"paceline run: rank {rank.rank} {describe_status(rank.status)}"
         if self._is_over or self._coordinator.failure is not None:
             return text
-        if took_part and (rank.status in _KILLED or life_s > _EARLY_S):
+        if member in self._expelled or (took_part and (rank.status in _KILLED or life_s > _EARLY_S)):
             self._backoff.reset()
             self._num_failed_starts, pause_s = 0, 0.0
         else:
             self._num_failed_starts += 1
             pause_s = self._backoff.next_s()
         if self._num_failed_starts > _MOST_FAILED_STARTS:
+            self._num_given_up += 1
             return (
                 f"{text}. It is not replaced, because {self._num_failed_starts} ranks in a row failed before they took "
                 f"part or within {_EARLY_S:g} s of their start"
@@ -160,9 +178,11 @@ class ElasticRun(Closing):
         due = [number for due_s, number in self._due if due_s <= time_s]
         self._due = [(due_s, number) for due_s, number in self._due if due_s > time_s]
         processes.ranks = [rank for rank in processes.ranks if rank.status is None or rank.rank not in due]
-        return [self._start_rank(number) for number in due]
+        started = [self._start_rank(number) for number in due]
+        return [rank for rank in started if rank is not None]
 
     def _expel(self, member: int) -> None:
+        self._expelled.add(member)
         rank = self._ranks.get(member)
         if rank is not None:
             rank.child.kill()
@@ -170,6 +190,19 @@ class ElasticRun(Closing):
     @override
     def close(self) -> None:
         self._coordinator.close()
+
+
+def _note_after(seconds: float, text: str) -> Callable[[], None]:
+    """Return a function that prints a note once, at its first call after some seconds."""
+    due_s = time.monotonic() + seconds
+
+    def note() -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s:
+            due_s = math.inf
+            print(f"paceline run: {text}", file=sys.stderr, flush=True)
+
+    return note
 
 
 def _is_stopped(pid: int) -> bool:

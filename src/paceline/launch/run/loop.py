@@ -229,6 +229,7 @@ class RunLoop:
             self._tracebacks.blame(None)
         else:
             self._decide(time.monotonic(), signals)
+            self._lost_server = self._lost_server or self._find_lost_server()
         for number, lines in self._tracebacks.finish():
             self._screen.write(number, lines, is_error=True)
         if signals.first is not None:
@@ -240,7 +241,7 @@ class RunLoop:
             self._screen.write_bytes(text.encode(), is_error=True)
             return 1
         if self._culprit is None:
-            return 0
+            return int(self._elastic is not None and self._elastic.has_given_up)
         self._report_culprit(self._culprit)
         return exit_status(self._culprit.status)
 

@@ -182,29 +182,30 @@ def _run_ranks(
     with contextlib.ExitStack() as stack:
         processes = RankProcesses()
         stack.callback(processes.close)
+        # A single rank inherits the standard streams, which may be a terminal.
+        captured = not is_alone or options.log_dir is not None or elastic_options is not None
+
+        def start(*plans: RankPlan) -> Rank:
+            processes.start(command, plans, screen, tracebacks, captured=captured, log_dir=options.log_dir)
+            return processes.ranks[-1]
+
+        elastic: ElasticRun | None = None
+        if elastic_options is not None:  # before signals are forwarded, because this may wait for node 0
+            elastic = ElasticRun(
+                elastic_options,
+                plans,
+                start,
+                node=layout.node,
+                address=coordinator_address(layout),
+                token=setup.token,
+                tls=setup.tls,
+                timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
+            )
+            stack.callback(elastic.close)
         with Signals(processes) as signals:
-            # A single rank inherits the standard streams, which may be a terminal.
-            captured = not is_alone or options.log_dir is not None or elastic_options is not None
-
-            def start(*plans: RankPlan) -> Rank:
-                processes.start(command, plans, screen, tracebacks, captured=captured, log_dir=options.log_dir)
-                return processes.ranks[-1]
-
-            elastic: ElasticRun | None = None
-            if elastic_options is None:
+            if elastic is None:
                 start(*plans)
             else:
-                elastic = ElasticRun(
-                    elastic_options,
-                    plans,
-                    start,
-                    node=layout.node,
-                    address=coordinator_address(layout),
-                    token=setup.token,
-                    tls=setup.tls,
-                    timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
-                )
-                stack.callback(elastic.close)
                 elastic.start_all()
             if signals.first is not None:  # the signal arrived before all ranks were started
                 processes.signal(signals.first, groups=True)
