@@ -166,7 +166,8 @@ def test_the_end_of_an_old_connection_does_not_lose_a_launcher_that_is_back(trai
     time.sleep(0.2)
     assert training.server.take_notes() == ["node 1 has arrived, and its ranks join"]
     stores[1].close()
-    deadline_s, notes = time.monotonic() + 20, []
+    deadline_s = time.monotonic() + 20
+    notes: list[str] = []
     while not notes:
         assert time.monotonic() < deadline_s
         notes = training.server.take_notes()
