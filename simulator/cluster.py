@@ -272,7 +272,7 @@ class Cluster(ABC):
             self.start_worker()
 
     def wait(self, aim: str, is_reached: Callable[[], bool]) -> None:
-        """Wait, and check all guarantees repeatedly. Raises Violation after a timeout."""
+        """Check all guarantees repeatedly until ``is_reached()`` is true. Raises Violation after a timeout."""
         began_s = self.world.time_s
         while not is_reached():
             self._operate()

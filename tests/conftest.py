@@ -48,7 +48,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _collected_kinds(config: pytest.Config) -> list[str]:
-    """Return the arguments for a process that imports the modules of the workers."""
+    """Return the pytest arguments of this run, for the process that collects the tests before the workers start."""
     profile = config.getoption("--hypothesis-profile")
     return ["-m", config.option.markexpr, *(["--hypothesis-profile", profile] if profile else []), *config.args]
 

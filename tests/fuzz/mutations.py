@@ -82,7 +82,7 @@ class Frame:
 
 
 def encode_meta(meta: Any) -> bytes:
-    """Return a meta as bytes."""
+    """Encode the meta of a frame with msgpack; return bytes unchanged."""
     return meta if isinstance(meta, bytes) else msgspec.msgpack.encode(meta)
 
 

@@ -130,7 +130,7 @@ class _Fork:
 
 
 def _fork_fork_server(module: str = CHILD) -> ForkServer:
-    """Fork a fork server from this process, which has already loaded the same modules."""
+    """Fork a fork server from this process, which has already loaded the modules of a fork server."""
     if reason_not_to_fork() is not None:
         return _start_afresh(module)
     own_end, peer_end = socket.socketpair()

@@ -165,7 +165,7 @@ class _DaskRun(Closing):
         return {key for keys in found.values() for key in keys}
 
     def _take_ended(self) -> None:
-        """Record the ends of nodes, and the loss of workers."""
+        """Record nodes that have finished, and nodes whose task or Dask worker has failed."""
         living = None
         if time.monotonic() >= self._checks_at:
             living, self._checks_at = _find_living(self._client), time.monotonic() + _CHECK_S

@@ -180,8 +180,8 @@ class Dataset(Closing):
         """Return the examples of one shard, in order, in batches of `batch_size` rows. The last batch may be smaller.
 
         A shard after the end of the file has no examples. The caller may write to the arrays. The iterator raises
-        DataError if the file is damaged or has another format. If `strict`, it also does so for the first malformed
-        line.
+        DataError if the file is damaged or has another format. If `strict`, the first malformed line raises DataError
+        too.
         """
         if not 0 <= file < len(self.files):
             raise UsageError(f"file {file} does not exist. The dataset has {len(self.files)} files, numbered from 0")

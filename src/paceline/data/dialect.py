@@ -167,7 +167,10 @@ def _are_mostly_numbers(rows: Sequence[Sequence[str]]) -> bool:
 
 
 def _is_header(first: list[str], data: list[list[str]]) -> bool:
-    """Return whether the first row has names. At most half of its words may occur in the same column of later rows."""
+    """Return whether the first row contains column names.
+
+    In a header, at most half of the words occur again in their own columns.
+    """
     below = [[cell for cell in cells if not is_missing(cell)] for cells in zip(*data, strict=True)] or [[]] * len(first)
     words = [
         (cell, column) for cell, column in zip(first, below, strict=True) if not (is_number(cell) or is_missing(cell))

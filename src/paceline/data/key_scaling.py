@@ -220,8 +220,8 @@ def find_key_scaling(batch: Batch) -> KeyScaling | None:
     """Return the scaling for examples like these; None if all or almost all values are 1.
 
     A key's scale is the root mean square of its values, so signs and zeros do not change. But a key is standardized to
-    mean 0 and standard deviation 1 if it occurs in more than half of the examples with several values. Keys that occur
-    fewer than 8 times all get the median of their scales, because rare keys usually have similar numbers.
+    mean 0 and standard deviation 1 if it has several nonzero values and is in more than half of the examples. Keys
+    that occur fewer than 8 times all get the median of their scales, because rare keys usually have similar numbers.
     """
     if batch.values is None or not batch.num_examples:
         return None
@@ -264,7 +264,8 @@ def with_scales(
 ) -> KeyScaling | None:
     """Return `scaling` with logarithms or bins for the features whose scales have them.
 
-    Other features do not change. If `absent_is_zero`, these features have the value 0 in examples that lack them.
+    Other features do not change. If `absent_is_zero`, examples that lack a feature with a logarithm or bins get it with
+    the value 0.
     """
     changed = [(feature, scale) for feature, scale in zip(features, scales, strict=True) if scale.edges or scale.unit]
     if not changed:

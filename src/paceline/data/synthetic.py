@@ -210,7 +210,7 @@ def _truth(histogram: Ints) -> ClickLogTruth:
 
 
 def click_thresholds() -> Ints:
-    """Return rounded probabilities times 2^32. Element i belongs to a logit of i - _MAX_LOGIT units."""
+    """Return probabilities times 2^32, rounded. Element i is for the logit (i - _MAX_LOGIT) / _UNIT."""
     with localcontext() as context:
         context.prec = 25
         step, power, one = (Decimal(1) / _UNIT).exp(), Decimal(1), Decimal(1)

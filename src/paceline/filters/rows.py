@@ -146,7 +146,7 @@ class ElementErrors:
             self._elements[keys] = forget_non_finite(after)
 
     def forget_ranges(self) -> None:
-        """Drop the errors of ranges, because the server may now have another part of each range."""
+        """Drop the rounding errors of ranges, because the server's part of each range may have changed."""
         self._ranges.clear()
 
 

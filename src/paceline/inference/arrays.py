@@ -112,7 +112,7 @@ def _batch(
         at = int(np.argmin(good))
         row = int(np.searchsorted(indptr, at, side="right")) - 1 + first_row
         raise UsageError(
-            f"X has {values[at]} in row {row:,}, column {keys[at]:,}: expected numbers within float32, or NaN for a "
-            "missing value"
+            f"X has {values[at]} in row {row:,}, column {keys[at]:,}: expected numbers within the range of float32, or "
+            "NaN for a missing value"
         )
     return Batch(np.zeros(len(indptr) - 1, np.float32), indptr, keys, values.astype(np.float32))

@@ -52,7 +52,7 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
     tables = {name: _nonzero(table_weights) for name, table_weights in weights.items()}
     first = next(iter(tables.values()))
     if format == "text" and (len(tables) > 1 or first.values.shape[1] > 1):
-        raise UsageError(f"{directory} has several numbers per feature, but text has one. Export it --to npz")
+        raise UsageError(f"{directory} has several numbers per feature, but text stores only one. Pass --to npz")
     try:
         with replacing(file) as aside, open(aside, "wb") as out:
             if format == "npz":

@@ -156,7 +156,7 @@ class LoadedModel:
         if self._kind.fixed_columns:
             return CriteoReader()
         if self.columns is None and not self._kind.has_numbered_features:
-            raise UsageError(f"the model was trained on lines of {self.format}. Pass the path of such a file")
+            raise UsageError(f"the model was trained on {self.format}, not on frames or dicts. Pass the path of a file")
         if self.columns is None:
             raise UsageError(
                 f"the model was trained on {self.format}, which has numbered features. Pass an array or a sparse "

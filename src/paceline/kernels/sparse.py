@@ -167,7 +167,7 @@ def _insert_row(directory, layout, parameters, key, line, start_state):  # type:
 def has_room(directory, keys, counts):  # type: ignore[no-untyped-def]
     """Return whether all `keys` (uint64 [n]) can be inserted without the growth of a bucket, in 1 ns per key.
 
-    If not, `counts` (uint64 [512]) has the number of keys in each bucket.
+    If not, the function sets `counts` (uint64 [512]) to the number of `keys` that belong to each bucket.
     """
     num_keys, num_easy = np.uint64(len(keys)), 0
     if len(keys) <= _BLOCK:  # for few keys, test whether every bucket has room for all of them

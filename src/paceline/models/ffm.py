@@ -4,7 +4,7 @@ margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k, column of l], v[l, colu
 "Field-aware factorization machines for CTR prediction", RecSys 2016, but without the paper's division by the length of
 a row). The sum is over all pairs of a row's features. This includes pairs within a field that has several features,
 such as a namespace or a list. Only frequent features have vectors. Vectors are updated like those of
-:mod:`paceline.models.fm`. A feature's vectors form one row of columns times `dim` numbers.
+:mod:`paceline.models.fm`. A feature's vectors are stored in one row of `num_columns * dim` numbers.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Gate:
         """Record that a worker has finished `clock` iterations. A tick that does not raise its clock is a duplicate."""
         before = self._vector.clocks.get(worker, clock)
         if self._vector.tick(worker, clock) and self._aggregates:
-            # A late tick of a finished worker does not change the workers of a complete iteration.
+            # Iterations below the minimum are complete, so late ticks of a finished worker are not recorded there.
             for iteration in range(max(before, self._seen_minimum), clock):
                 self._ticked.setdefault(iteration, set()).add(worker)
         return self._advance()
@@ -266,7 +266,7 @@ class Gate:
             return []
         instructions: list[Instruction] = []
         if self._aggregates:
-            # Rule 4: iterations complete in order, each once, and before the requests that they release.
+            # Rule 4: complete iterations in order, each once. Release requests for later iterations afterwards.
             for iteration in range(self._seen_minimum, minimum):
                 workers = tuple(sorted(self._ticked.pop(iteration, ())))
                 instructions.append(Complete(iteration, workers))

@@ -57,8 +57,8 @@ def init_rpc(
     functions, and up to three more threads per worker read connections. `backend` and `rpc_backend_options` are for
     programs written for torch.distributed.rpc: see :mod:`paceline.rpc.options`.
 
-    Raises UsageError if two workers have one name or if rpc already runs, AuthenticationError if the tokens differ, and
-    DeadlineError or RankLostError if workers did not join within `join_timeout`.
+    Raises UsageError if two workers have the same name or if rpc already runs, AuthenticationError if the tokens
+    differ, and DeadlineError or RankLostError if workers did not join within `join_timeout`.
     """
     check_name(name)
     check_backend(backend)

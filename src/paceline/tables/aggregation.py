@@ -71,7 +71,7 @@ class IterationBuffer:
         self._pushes, self._free = {}, {}
 
     def recycle(self, tables: Mapping[int, Sequence[Push]]) -> None:
-        """Keep the memory of applied pushes for the copies of the next iteration."""
+        """Keep the arrays of applied pushes, so that :meth:`copy` can reuse them in the next iteration."""
         # The first write to a page of new memory costs more than a copy, so memory is reused. Arrays that one iteration
         # does not use are freed.
         self._free = {}

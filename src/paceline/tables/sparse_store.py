@@ -143,7 +143,7 @@ class SparseStore:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of the index and the rows in bytes. Reserved pages of wide rows do not count before a write."""
+        """The memory of the index and the rows in bytes. For wide rows, only the row slots used so far count."""
         lines = {id(block): block.num_bytes for block in self.lines}
         slots = 0 if self.layout[index.INLINE] else int(self.directory[index.USED : index.FREE].sum())
         return sum(lines.values()) + 4 * self.row_words * slots
@@ -191,7 +191,7 @@ class SparseStore:
         The buckets share one block of memory, for which the system can provide huge pages.
         """
         share = num_rows / index.NUM_BUCKETS
-        if share < _SMALL_ROWS:  # small buckets grow quickly, so they need no memory in advance
+        if share < _SMALL_ROWS:  # growing a small bucket is cheap, so it needs no memory in advance
             return
         count = int(share + 3 * share**0.5)
         limits = [_next_limit(bucket, count, self._growth) for bucket in range(index.NUM_BUCKETS)]

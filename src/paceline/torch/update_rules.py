@@ -141,7 +141,7 @@ def state_to_torch(
 
     `planes` is float32 [num_planes, n]. `num_steps` is the step count for rules that store no count in the table.
     """
-    # All elements of a parameter are updated together, so each has the maximum as its count.
+    # All elements of a parameter are updated together, so their counts are equal.
     count = float(planes[-1].max(initial=0)) if rule.has_count else float(num_steps)
     if rule.has_count and not count:
         return {}

@@ -51,7 +51,7 @@ class Connection(FrameReceiver):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         enlarge_socket_buffers(transport.get_extra_info("socket"))
-        if transport.get_extra_info("ssl_object") is None:  # asyncio limits the buffers of TLS itself
+        if transport.get_extra_info("ssl_object") is None:  # for TLS, asyncio sets the limits
             transport.set_write_buffer_limits(high=0)
         self._begin()
 

@@ -263,7 +263,7 @@ async def _dial(address: Address, timeout_s: float) -> socket.socket:
             raise
         else:
             return connected
-    raise failure or AddressError(f"cannot reach {address}: the host has no address")
+    raise failure or AddressError(f"cannot reach {address}: the host name has no IP address")
 
 
 async def _resolve(address: Address) -> list[Any]:

@@ -409,7 +409,7 @@ def test_calls_of_a_closed_client_are_errors() -> None:
         ticket = table.push([1, 2, 3], floats(1, 1, 1))
         client.close()
         client.close()
-        ticket.wait()  # the client had ended before
+        ticket.wait()  # no error: `close` has completed the push
         attempts: list[Callable[[], object]] = [
             lambda: table.push([1], floats(1)), lambda: table.pull([1]), lambda: dense.push(ONES), dense.pull,
             lambda: len(table), lambda: table.erase([1]), client.tick, client.retire, client.join, client.flush,

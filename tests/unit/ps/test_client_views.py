@@ -424,7 +424,7 @@ def test_answered_pushes_are_retained_until_stable(stack: ExitStack, kind: str) 
 
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_resent_pushes_are_retained_unchanged(stack: ExitStack, is_answered: bool) -> None:
-    """Retained pushes stay unchanged if the caller reuses its arrays, or if a new copy reuses an old copy's memory."""
+    """A retained push stays unchanged if the caller reuses its arrays, or if a later push reuses freed memory."""
     world = World(stack, {11: ALL}, 13, consistency="sequential")
     client = world.connect()
     table = client.dense_table("d", size=DENSE, update=SGD(lr=1.0))

@@ -164,9 +164,9 @@ def find_json_columns(
 ) -> Columns:
     """Return the columns of JSON lines: the label, the weight, and the fields whose numbers are categories.
 
-    If `options` do not name the label, it is the field with the first usual name, ignoring case. In fields that
-    `options` do not name, numbers are categories if they are identifiers or codes. Raises UsageError for an unknown
-    field.
+    If `options` do not name the label, it is the first of `LABEL_NAMES` that is a field's name, ignoring case. In
+    fields that `options` do not name, numbers are categories if they are identifiers or codes. Raises UsageError for an
+    unknown field.
     """
     label = options.label
     refused = [option for option in options.given if option not in JsonLines.column_options]

@@ -17,7 +17,7 @@ from functools import lru_cache
 from paceline.data.streams.remote import is_url
 from paceline.errors import DataError
 
-_MOST_FRAME_BYTES = 16 << 20  # of text; decompressing a larger frame takes too long
+_MOST_FRAME_BYTES = 16 << 20  # after decompression; larger frames take too long
 _BGZF_HEADER = struct.Struct("<4s6xH2sHH")
 _ZSTD_MAGIC, _SKIPPED = b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18"
 

@@ -36,7 +36,7 @@ class KeyNumbers(KeyFilter):
 
 
 class SentNumbers:
-    """The sender's memory: the number of each key."""
+    """The sender's table: key → the small number assigned to it."""
 
     num_bytes = 0
 

@@ -36,7 +36,7 @@ from paceline.kernels.jit import uncounted
 _TAB, _RETURN, _SPACE = 9, 13, 32
 _ONES, _TOPS, _ZEROS = 0x0101010101010101, 0x8080808080808080, 0x3030303030303030
 
-if config.DISABLE_JIT:  # type: ignore[attr-defined]  # for coverage: the same loops on Python's integers
+if config.DISABLE_JIT:  # type: ignore[attr-defined]  # without the JIT: plain Python
 
     def byte_at(text: Any, at: int) -> int:
         return int(text[at])

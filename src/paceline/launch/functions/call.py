@@ -90,7 +90,7 @@ class FunctionCall:
 
 
 class RankResults:
-    """The values and failures of the ranks of a run. The engine reports the end or the loss of each node."""
+    """The values and failures of the ranks of a run. Dask or Ray reports the end or the failure of each node."""
 
     def __init__(self, nodes: Sequence[str], num_ranks: int) -> None:
         """`nodes` are the nodes' names in messages. Each node has `num_ranks` ranks."""

@@ -79,7 +79,7 @@ class Signals(Closing):
             self._processes.signal(signal.SIGKILL, groups=True)
             return
         self.first, self.since = number, time.monotonic()
-        # A terminal signals all processes of a program, other senders only the main process.
+        # A terminal sends SIGINT and SIGHUP to all processes of a program; SIGTERM usually goes to the main process.
         self._processes.signal(number, groups=number != signal.SIGTERM)
 
 

@@ -159,7 +159,7 @@ def _share_of_node(
     options: RunOptions, choice: StrategyChoice, layout: Layout, nnodes: int, placement: Placement | None
 ) -> Share:
     scheduler = Address("tcp", layout.master_addr, layout.master_port + 1)
-    if options.job == "worker":  # another step has the scheduler and all servers
+    if options.job == "worker":  # the step with --job server runs the scheduler and all servers
         return Share(scheduler=scheduler.netloc, runs_scheduler=False, servers={}, patience_s=PATIENCE_S)
     if placement is None:
         launcher, num_launchers = layout.node, nnodes

@@ -181,7 +181,7 @@ class JobLedger:
         return record
 
     def record(self) -> JobRecord:
-        """Return all facts that members have received, for a member that may have missed some.
+        """Return the merged record of all news sent so far, for a member that may have missed some.
 
         The counters belong to exactly these finished shards, so the two must be sent together.
         """

@@ -81,7 +81,7 @@ class Replication:
 
     @property
     def is_in_chain(self) -> bool:
-        """Whether this server is a member of any chain, or is being filled."""
+        """Whether this server is a member of any chain, or other servers are copying buckets to it."""
         return bool(self.delivery.buckets | self.place.filling)
 
     @property

@@ -110,7 +110,7 @@ class Drains:
         self._released: set[int] = set()  # the servers that were released while all servers were draining
 
     def take_over(self, leaving: Iterable[int], servers: Collection[int], num_expected: int) -> None:
-        """Continue with the members of `servers` that are in `leaving`.
+        """Drain the servers in both `leaving` and `servers`, after a new scheduler has taken over.
 
         If fewer servers than expected remain, the missing servers may have died, so the remaining servers must keep the
         data.

@@ -356,7 +356,7 @@ class ServerCore:
             self._view_before = view
             return
         if view.epoch < self.epoch:
-            return  # an older view: a worker that is not in this view may be new, and has not left
+            return  # a worker that is not in this older view may have joined later
         self.epoch = view.epoch
         for worker in self.workers.excluded_by(view):
             self.progress.leave(worker)

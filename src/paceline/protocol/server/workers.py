@@ -14,7 +14,10 @@ _MAX_AHEAD = 1 << 20  # iterations by which one worker may be ahead of another i
 
 
 class Workers:
-    """The gate of one server and its workers. The methods return instructions of the gate."""
+    """The workers of one server, and the :class:`Gate` that decides which iterations they may begin.
+
+    The methods return instructions of the gate.
+    """
 
     def __init__(self, consistency: Consistency, expected: int) -> None:
         self._consistency = consistency

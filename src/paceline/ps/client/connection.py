@@ -89,7 +89,7 @@ class ServerConnection:
         channel = self._transport.connect(self._target, self.hello, timeout_s=timeout_s)
         self._closed_bytes = self.byte_counts()
         self.channel = channel
-        if self.lost is not None:  # the error for which another thread has given up the connection
+        if self.lost is not None:  # another thread has abandoned the connection
             channel.close()
         for instruction in self.core.connected(self.session.server):
             if isinstance(instruction, Transmit):

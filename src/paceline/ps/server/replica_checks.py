@@ -1,7 +1,8 @@
 """Continuous comparison of replicas: every server sends digests of its buckets to its successors.
 
-A CHECK frame follows the pushes on the same connection. So when the successor receives the frame, both servers have
-applied the same pushes, and their rows can be compared while later pushes are in flight. The frame contains
+A CHECK frame follows the pushes on the same connection. When the successor receives the frame, it has applied the same
+pushes as the sender had when it sent the frame. So the rows can be compared while later pushes are in flight. The frame
+contains
 
 - the bucket's duplicate filter: if the filters differ, a push was lost;
 - a hash of the order in which pushes were applied. The order may differ after a view change, a change of

@@ -64,8 +64,8 @@ def find_pack(value: Any, pickle: bool) -> Pack:
         return _pack_pickled
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         raise CannotSendError(
-            f"it is of type {printable(f'{kind.__module__}.{kind.__qualname__}', 200)}; create it there with remote() "
-            "and send the RRef, or send its state_dict() and load it there"
+            f"it is of type {printable(f'{kind.__module__}.{kind.__qualname__}', 200)}; create it in the other process "
+            "with remote() and send the RRef, or send its state_dict() and load the state there"
         )
     raise CannotSendError(
         f"it is of type {printable(f'{kind.__module__}.{kind.__qualname__}', 200)}; numbers, text, bytes, None, "

@@ -132,9 +132,9 @@ class SharedBodies:
         return None
 
     def take(self, slot: int, size: int) -> memoryview:
-        """Return a view of the body in a slot, which occupies the slot; if few slots are free, return a copy.
+        """Return a view of the body in a slot, or a copy if few slots are free.
 
-        Raises ProtocolError for an invalid slot or size.
+        A view occupies its slot until the view is deleted. Raises ProtocolError for an invalid slot or size.
         """
         first = _SLOTS - self._out
         if not first <= slot < first + _SLOTS or size > SLOT_BYTES or not len(self._segment.bytes):

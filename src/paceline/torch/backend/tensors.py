@@ -72,7 +72,8 @@ def writable(tensor: Tensor) -> Tensor:
     """
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError(
-            "got a tensor with the conjugate or negative bit for a result. Pass tensor.resolve_conj().resolve_neg()"
+            "cannot write a result to a tensor with the conjugate or negative bit. Pass "
+            "tensor.resolve_conj().resolve_neg()"
         )
     tensor = movable(tensor)
     if not tensor.is_contiguous():

@@ -75,7 +75,10 @@ def export(module: nn.Module, arguments: CallArguments) -> CapturedGraph:
 
 
 def _free_sizes(value: Any) -> Any:
-    """Return the ``dynamic_shapes`` of an argument: torch.export itself finds the sizes that must stay constant."""
+    """Return the ``dynamic_shapes`` of an argument for torch.export.
+
+    Every size above 1 is ``Dim.AUTO``, so torch.export decides which of these sizes must stay constant.
+    """
     if not isinstance(value, Tensor):
         return None
     return {k: torch.export.Dim.AUTO for k, size in enumerate(value.shape) if size > 1} or None

@@ -102,7 +102,7 @@ def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments
     """Run the graph twice to find costs, shapes, and shared or changed memory."""
     graph = captured.graph
     for node in graph.find_nodes(op="placeholder"):
-        # torch.fx uses the target as a Python identifier. The name of an argument may not be an identifier.
+        # torch.fx uses the target as a Python identifier, but some names of arguments are not identifiers.
         node.target = node.name
     root = captured.root if isinstance(captured.root, fx.GraphModule) else fx.GraphModule(model, graph)
     nodes = {node.name: node for node in graph.nodes}

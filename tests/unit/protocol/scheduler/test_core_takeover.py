@@ -334,7 +334,7 @@ def test_a_new_cluster_is_formed_if_only_workers_return() -> None:
     assert new.cluster == "next"
     assert len(scheduler.all(events.SendElsewhere)) == 1
     assert w.is_alive
-    assert w.wire is None  # a worker of this cluster may return
+    assert w.wire is None  # the worker is disconnected, and waits for its own cluster
 
 
 # Members that return later.

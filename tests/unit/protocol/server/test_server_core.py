@@ -1,4 +1,4 @@
-"""A server's core: requests, views and messages of other servers. Tokens stand for links and payloads."""
+"""A server's core: requests, views and messages of other servers. A token represents each request and its link."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ class ElasticTraining:
 
     @property
     def division(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """The incarnations of the ranks that divide the data, and their shares of a step; None for equal shares.
+        """The incarnations of the ranks that divide the data, and each rank's number of samples in a step.
 
-        Between two exchanges, the value is equal on all ranks.
+        The second value is None if the numbers are equal. Between two exchanges, the values are equal on all ranks.
         """
         return self._group.contributors, self._group.shares
 

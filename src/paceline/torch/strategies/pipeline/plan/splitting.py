@@ -85,8 +85,8 @@ def split_layers(
     memory = [0.0, *itertools.accumulate(stage_bytes([layer], limits) for layer in layers)]
     crossing = [0.0, *(crossing_s(cut) for cut in range(1, count)), 0.0]
     worst = (float("inf"), float("inf"))
-    # At the beginning of round s, best[j] has two times of the best split of the first j layers into s stages: the time
-    # of the slowest stage, and the total time to cross the cuts.
+    # At the beginning of round s, best[j] describes the best split of the first j layers into s stages: the time of its
+    # slowest stage, and the total crossing time of its cuts.
     best = [(0.0, 0.0), *[worst] * count]
     begins: list[list[int]] = []
     for stage in range(num_stages):
