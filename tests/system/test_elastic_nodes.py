@@ -61,7 +61,7 @@ def test_a_node_dies_and_another_takes_its_place(nodes: Nodes, tmp_path: Path) -
     running[2] = nodes.start(2)
     finished = [each.wait() for each in running]
     assert [each.status for each in finished] == [0, 0, 0], finished
-    assert "node 2 has arrived" in finished[0].err
+    assert "another launcher has started as node 2" in finished[0].err
     check_ranks(finished, 0, 1, 3)
     check_items(tmp_path)
 
