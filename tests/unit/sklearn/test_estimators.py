@@ -482,7 +482,7 @@ def test_nan_is_a_missing_value_and_infinity_is_refused() -> None:
         LogisticRegression(epochs=1, random_state=1).fit(dense, y).decision_function(dense), expected
     )
     dense[7, 3] = np.inf
-    with pytest.raises(UsageError, match="X has inf in row 7, column 3: .*float32"):
+    with pytest.raises(UsageError, match=r"X has inf in row 7, column 3: .*float32"):
         LogisticRegression().fit(dense, y)
     frame = pytest.importorskip("pandas").DataFrame({"age": [1.0, np.nan, 2.0, 3.0] * 10})
     assert LogisticRegression(epochs=1).fit(frame, [0, 1, 0, 1] * 10).predict(frame).shape == (40,)
