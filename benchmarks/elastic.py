@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -320,14 +321,23 @@ def measure_unequal(num_steps: int, *options: str) -> list[float]:
         return [after - before for before, after in itertools.pairwise(ends[len(ends) // 2 :])]
 
 
+class LongTraining(NamedTuple):
+    """The result of a training."""
+
+    epochs: int
+    loss: float
+    """The loss on the training data."""
+    kills: int
+    launcher_mib: Sequence[float]
+    """With kills: the memory of the launcher after a tenth of the time and at the end."""
+
+
 def train_long(
     seed: int, num_epochs: int, sleep_s: float, every_s: float = 0.0, duration_s: float = 0.0
-) -> list[float]:
+) -> LongTraining:
     """Train on three ranks with 192 samples in a step.
 
-    With `every_s`, kill a random rank at this interval for `duration_s` seconds, and then end the training. Return the
-    number of epochs, the loss on the training data, the number of kills, and the memory of the launcher in MiB after a
-    tenth of the time and at the end.
+    With `every_s`, kill a random rank at this interval for `duration_s` seconds, and then end the training.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, kills = Path(name), 0
@@ -358,14 +368,15 @@ def train_long(
             launcher.kill()
             launcher.wait()
         epochs, loss = (folder / "result").read_text().split()
-        return [int(epochs), float(loss), kills, *sizes]
+        return LongTraining(int(epochs), float(loss), kills, sizes)
 
 
 def show_endurance(options: argparse.Namespace) -> None:
-    epochs, loss, kills, first, last = train_long(0, 0, 0.02, 5.0, 60.0 * options.minutes)
-    print(f"loss after {epochs} epochs with {kills} kills in {options.minutes:g} min: {loss:.4f}")
-    undisturbed = [train_long(seed, int(epochs), 0.0)[1] for seed in range(3)]
-    print(f"loss after {epochs} epochs without kills, three seeds: {', '.join(f'{loss:.4f}' for loss in undisturbed)}")
+    found = train_long(0, 0, 0.02, 5.0, 60.0 * options.minutes)
+    print(f"loss after {found.epochs} epochs with {found.kills} kills in {options.minutes:g} min: {found.loss:.4f}")
+    losses = [f"{train_long(seed, found.epochs, 0.0).loss:.4f}" for seed in range(3)]
+    print(f"loss after {found.epochs} epochs without kills, three seeds: {', '.join(losses)}")
+    first, last = found.launcher_mib
     print(f"memory of the launcher: {first:.1f} MiB after a tenth of the time, {last:.1f} MiB at the end")
 
 

@@ -270,7 +270,7 @@ class ElasticGroup(Closing):
     def _compare(self, step_times: StepTimes, times_s: Sequence[float]) -> None:
         """Compare the ranks' times of a step: find a straggler, and choose the shares of later steps."""
         if self.shares != self._next_shares:
-            return  # the times are those of other shares than the next steps will have
+            return  # these times were measured with shares that have just changed
         step_times.record(times_s)
         if self.quorum:
             self.straggler = step_times.straggler()

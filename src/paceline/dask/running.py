@@ -19,15 +19,13 @@ except ImportError as error:
     raise ImportError("paceline.dask needs Dask, which is not installed: pip install 'paceline[dask]'") from error
 
 from paceline.dask.node import run_dask_task, running_tasks
-from paceline.launch.functions.call import FunctionCall, RankResults
+from paceline.launch.functions.call import END_S, FunctionCall, RankResults
 
 _T = TypeVar("_T")
 
 _POLL_S: Final = 0.05
 _CHECK_S: Final = 0.5
 """Time between two requests for the list of living workers."""
-_END_S: Final = 15.0
-"""Time limit for the end of the other nodes after a failure."""
 
 
 def run(
@@ -154,7 +152,7 @@ class _DaskRun(Closing):
             keys = {future.key for future in self._pending.values()}
             self._client.cancel([*self._pending.values()], force=True)
             self._pending = {}
-            deadline = time.monotonic() + _END_S
+            deadline = time.monotonic() + END_S
             while keys & self._find_running() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
 

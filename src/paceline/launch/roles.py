@@ -55,15 +55,21 @@ class Joining:
         immediately, because another attempt would not help.
         """
         transport, hello = self.transport(), Hello(role="observer", to="scheduler")
-        report_at_s = time.monotonic() + _SOON_S
-
-        def check() -> None:
-            nonlocal report_at_s
-            if time.monotonic() >= report_at_s:
-                report_at_s = math.inf
-                on_wait()
-
+        check = once_after(_SOON_S, on_wait)
         reach(lambda: transport.connect(self.scheduler, hello, timeout_s=_CONNECT_S), patience_s, check).close()
+
+
+def once_after(seconds: float, report: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls `report` once, at its first call after some seconds."""
+    due_s = time.monotonic() + seconds
+
+    def check() -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s:
+            due_s = math.inf
+            report()
+
+    return check
 
 
 def reach(

@@ -95,7 +95,7 @@ class CoordinatedStore(ServedStore):
         self.launchers = launchers
         self.failure: str | None = None
         self._expel = expel
-        self._launchers: dict[tuple[int, int], Peer] = {}
+        self._connections: dict[tuple[int, int], Peer] = {}
         """The newest connection of each launcher, by the launcher's node and number."""
         self._waiting: dict[int, tuple[Peer, Header]] = {}
         self._first_usable = 0
@@ -125,8 +125,8 @@ class CoordinatedStore(ServedStore):
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         super().disconnected(peer, reason)
         self._waiting = {member: waiting for member, waiting in self._waiting.items() if waiting[0] is not peer}
-        for launcher in [launcher for launcher, newest in self._launchers.items() if newest is peer]:
-            del self._launchers[launcher]
+        for launcher in [launcher for launcher, newest in self._connections.items() if newest is peer]:
+            del self._connections[launcher]
             self.lose(self.launchers.disconnected(*launcher))
 
     def _answer_launcher(self, peer: Peer, request: LauncherRequest) -> None:
@@ -137,7 +137,7 @@ class CoordinatedStore(ServedStore):
                 "Pass the same --nnodes and --nproc-per-node on all nodes"
             )
         self.lose(self.launchers.request_received(request, time.monotonic()))
-        self._launchers[request.node, request.launcher] = peer
+        self._connections[request.node, request.launcher] = peer
         member, has_joined = 0, False
         match request:
             case RankStart():
@@ -148,7 +148,7 @@ class CoordinatedStore(ServedStore):
                 self.launchers.ended(request)
                 self.carry_out(self.coordinator.ended(request.member, is_failure=request.is_failure))
             case LauncherEnd():
-                del self._launchers[request.node, request.launcher]
+                del self._connections[request.node, request.launcher]
                 self.lose(self.launchers.launcher_ended(request))
         answer = LauncherAnswer(self.failure, self.launchers.lost_members(request.node), member, has_joined)
         peer.send(*frame_parts(StoreCall.DONE, body=msgspec.msgpack.encode(answer)))

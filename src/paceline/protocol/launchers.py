@@ -84,7 +84,7 @@ class _Launcher:
     is_lost: bool = False
 
     def declare_lost(self) -> list[int]:
-        """Return the members, unless they were declared lost before."""
+        """Return the members that were not declared lost before."""
         self.is_lost = True
         members = [member for member in self.members.values() if member not in self.lost]
         self.lost.update(members)
@@ -153,7 +153,7 @@ class Launchers:
         self._replaced.add(previous.number)
         replaces = "" if previous.is_lost else ", and replaces the first one"
         self.notes.append(f"another launcher has started as node {request.node}{replaces}")
-        return [] if previous.is_lost else previous.declare_lost()
+        return previous.declare_lost()
 
     def start(self, request: RankStart) -> int:
         """Return the number of the process to start: the same one for a repeated request, unless it was lost."""
@@ -207,10 +207,7 @@ class Launchers:
 
     def _declare_lost(self, node: int) -> list[int]:
         """Declare a launcher lost; return its members that were not declared lost before."""
-        launcher = self._nodes[node]
-        if launcher.is_lost:
-            return []
-        members = launcher.declare_lost()
+        members = self._nodes[node].declare_lost()
         if members:
             self.notes.append(f"node {node} is lost")
         return members

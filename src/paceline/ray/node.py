@@ -11,7 +11,7 @@ from paceline.version import __version__
 
 
 class RayNode:
-    """The actor. It needs two threads, because :meth:`run` occupies one of them."""
+    """The actor. It needs two threads: one for :meth:`run`, and one for :meth:`stop`."""
 
     def __init__(self) -> None:
         self._is_stopped = threading.Event()

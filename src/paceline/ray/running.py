@@ -22,14 +22,12 @@ try:
 except ImportError as error:
     raise ImportError("paceline.ray needs Ray, which is not installed: pip install 'paceline[ray]'") from error
 
-from paceline.launch.functions.call import FunctionCall, RankResults
+from paceline.launch.functions.call import END_S, FunctionCall, RankResults
 from paceline.ray.node import RayNode
 
 _T = TypeVar("_T")
 
 _POLL_S: Final = 0.2
-_END_S: Final = 15.0
-"""Time limit for the end of the other nodes after a failure."""
 _SHOWN_CHARS: Final = 200
 
 
@@ -126,7 +124,7 @@ class _RayRun(Closing):
         try:
             for actor in self._actors:
                 actor.stop.remote()
-            _wait_all([*self._pending], time.monotonic() + _END_S)
+            _wait_all([*self._pending], time.monotonic() + END_S)
         finally:
             remove_placement_group(group)  # kills the actors
 

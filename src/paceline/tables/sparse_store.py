@@ -212,7 +212,7 @@ class SparseStore:
             self.resize(bucket, _next_limit(bucket, int(counts[bucket]) - 1, self._growth))
 
     def _take_back(self, limits: npt.NDArray[np.uint64]) -> None:
-        """Shrink enlarged buckets to their previous `limits`, as far as memory allows."""
+        """Shrink enlarged buckets to their previous `limits`, until memory is refused."""
         with suppress(MemoryError):
             for bucket in np.flatnonzero(limits < _limits(self.directory)).tolist():
                 self.resize(bucket, int(limits[bucket]))

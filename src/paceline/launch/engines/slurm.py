@@ -96,10 +96,8 @@ class Slurm(RunEngine):
                 "# The job continues without a lost node. Its status is that of the first process.",
                 "result=$(mktemp)",
             ]
-            options, wrapper = (
-                "--no-kill --kill-on-bad-exit=0 --wait=0 ",
-                f"bash -c {shlex.quote(_KEEP_STATUS)} $result ",
-            )
+            options = "--no-kill --kill-on-bad-exit=0 --wait=0 "
+            wrapper = f"bash -c {shlex.quote(_KEEP_STATUS)} $result "
         lines += [f"srun --job-name={last.name} {overlap}{options}--cpus-per-task=$SLURM_CPUS_PER_TASK \\"]
         lines += [f"  {wrapper}{shlex.join(last.command)}" + (" &" if others else "")]
         if others:  # the job ends with its last step, or if another step fails

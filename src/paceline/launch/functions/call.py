@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import cloudpickle
 from typing_extensions import Self
@@ -23,6 +23,9 @@ from paceline.launch.run.options import RunOptions
 from paceline.launch.run.setup import plan_roles
 from paceline.launch.supervisor import describe_status
 from paceline.transport.security.authentication import check_or_make_token
+
+END_S: Final = 15.0
+"""Time limit for the end of the other nodes after a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,7 @@ class RankResults:
                 self._values[rank] = value
                 continue
             cause: Exception = PeerError(f"rank {rank} failed on the {node}:\n\n{text}")
-            with contextlib.suppress(Exception):  # the class of the exception decides what may go wrong
+            with contextlib.suppress(Exception):  # an exception's own code may raise any error
                 error = pickle.loads(error)
                 error.__cause__ = cause
                 cause = error

@@ -32,7 +32,7 @@ def main() -> None:
         text = "".join(traceback.format_exception(error))
         try:
             _write(path, (None, cloudpickle.dumps(error), text))
-        except Exception:  # the class of the exception decides what may go wrong
+        except Exception:  # an exception's own code may raise any error
             _write(path, (None, None, text))
         raise
 

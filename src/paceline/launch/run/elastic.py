@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +11,8 @@ from typing import Final
 from typing_extensions import override
 
 from paceline.closing import Closing
-from paceline.launch.roles import reach
+from paceline.launch.engines.engine import report
+from paceline.launch.roles import once_after, reach
 from paceline.launch.run.plan import RankPlan
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.setup import PATIENCE_S
@@ -69,9 +68,10 @@ class ElasticRun(Closing):
         self._due: list[tuple[float, int]] = []
         """The replacements to start: the time of the start and the number of the rank."""
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        self._num_failed_starts = self._num_given_up = self._num_finished = 0
+        self._num_failed_starts = 0
+        self._has_given_up = self._has_finished = False
         self._expelled: set[int] = set()
-        """Processes that were killed because they were declared lost or were stopped."""
+        """Living processes that are killed because they were declared lost or were stopped."""
         self._is_over = False
         self._coordinator: CoordinatorAccess
         if node:
@@ -80,7 +80,7 @@ class ElasticRun(Closing):
                     address, token, tls, self._expel, node=node, num_ranks=options.num_ranks, timeout_s=timeout_s
                 ),
                 PATIENCE_S,
-                _note_after(_SOON_S, f"waiting up to {PATIENCE_S:g} s for node 0 at {address.netloc}"),
+                once_after(_SOON_S, lambda: report(f"waiting up to {PATIENCE_S:g} s for node 0 at {address.netloc}")),
                 name="node 0",
             )
         else:
@@ -113,8 +113,8 @@ class ElasticRun(Closing):
 
     @property
     def has_given_up(self) -> bool:
-        """Whether all ranks of this node have failed and are not replaced any more."""
-        return bool(self._num_given_up) and not self._num_finished
+        """Whether a rank of this node was not replaced any more, and no rank of this node has ended with status 0."""
+        return self._has_given_up and not self._has_finished
 
     @property
     def must_wait(self) -> bool:
@@ -144,22 +144,24 @@ class ElasticRun(Closing):
         del self._ranks[member]
         life_s = time.monotonic() - self._started_s.pop(member)
         took_part = self._coordinator.ended(member, is_failure=bool(rank.status))
+        is_expelled = member in self._expelled
+        self._expelled.discard(member)
         if not rank.status:
-            self._num_finished += 1
+            self._has_finished = True
             self._is_over = self._is_over or took_part  # the training is over, unless the rank never took part
             return None
         assert rank.status is not None
         text = f"paceline run: rank {rank.rank} {describe_status(rank.status)}"
         if self._is_over or self._coordinator.failure is not None:
             return text
-        if member in self._expelled or (took_part and (rank.status in _KILLED or life_s > _EARLY_S)):
+        if is_expelled or (took_part and (rank.status in _KILLED or life_s > _EARLY_S)):
             self._backoff.reset()
             self._num_failed_starts, pause_s = 0, 0.0
         else:
             self._num_failed_starts += 1
             pause_s = self._backoff.next_s()
         if self._num_failed_starts > _MOST_FAILED_STARTS:
-            self._num_given_up += 1
+            self._has_given_up = True
             return (
                 f"{text}. It is not replaced, because {self._num_failed_starts} ranks in a row failed before they took "
                 f"part or within {_EARLY_S:g} s of their start"
@@ -182,27 +184,14 @@ class ElasticRun(Closing):
         return [rank for rank in started if rank is not None]
 
     def _expel(self, member: int) -> None:
-        self._expelled.add(member)
         rank = self._ranks.get(member)
         if rank is not None:
+            self._expelled.add(member)
             rank.child.kill()
 
     @override
     def close(self) -> None:
         self._coordinator.close()
-
-
-def _note_after(seconds: float, text: str) -> Callable[[], None]:
-    """Return a function that prints a note once, at its first call after some seconds."""
-    due_s = time.monotonic() + seconds
-
-    def note() -> None:
-        nonlocal due_s
-        if time.monotonic() >= due_s:
-            due_s = math.inf
-            print(f"paceline run: {text}", file=sys.stderr, flush=True)
-
-    return note
 
 
 def _is_stopped(pid: int) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 
 from paceline.environment import environment
 from paceline.errors import AddressError
+from paceline.launch.engines.engine import report
 from paceline.launch.run.options import RunOptions
 from paceline.meeting.rendezvous import own_host
 
@@ -24,7 +24,7 @@ def wait_host(master_addr: str, patience_s: float) -> str:
             if time.monotonic() >= end_s:
                 raise
             if not is_noted:
-                print(f"paceline run: {error}; trying again for {patience_s:g} s", file=sys.stderr, flush=True)
+                report(f"{error}; trying again for {patience_s:g} s")
             is_noted = True
             time.sleep(_PAUSE_S)
 
