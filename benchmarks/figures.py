@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from benchmarks.plots import PLOTS
 from paceline.data import ClickLogSpec, write_click_log
 
 ROOT = Path(__file__).parents[1]
+PATHS = ("CRITEO", "MNIST", "A9A")
+"""The variables with paths of data, which the pages show instead of the paths."""
 BLOCK = re.compile(r"(<!-- (?:figures|plot (\w+)): (.*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -64,7 +67,10 @@ def run(command: str, days: str) -> str:
         text=True,
         check=True,
     )
-    return done.stdout.rstrip().strip("\n")
+    output = done.stdout.rstrip().strip("\n")
+    for name in (name for name in PATHS if os.environ.get(name)):
+        output = output.replace(os.environ[name], f"${name}")
+    return output
 
 
 def fill(page: Path, only: str, days: str) -> list[str]:
@@ -102,6 +108,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run only the commands that contain this text")
     options = parser.parse_args()
+    # A shell ignores Ctrl-C in background commands, but benchmarks end clusters by this signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     with tempfile.TemporaryDirectory() as days:
         write_days(Path(days), os.environ.get("CRITEO"))
