@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import gzip
+import io
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from paceline.cli.data_arguments import expand_pattern
 from paceline.data import open_dataset
-from paceline.data.streams import full_path, is_url, stat_file
+from paceline.data.streams import full_path, is_url, open_stream, read_bytes, stat_file
 from paceline.errors import DataError, UsageError
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'paceline[remote]'")
@@ -106,3 +110,92 @@ def test_urls_are_recognized() -> None:
     assert all(is_url(path) for path in ("s3://a/b", "simplecache::s3://a/b", "https://a/b?c"))
     assert not any(is_url(path) for path in ("a", "/a://b", "C:/a", "a:b", Path("s3://a")))
     assert full_path("x").startswith("/")
+
+
+class Network:
+    """Counts the reads of the file system in memory, and lets some requests fail."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+        self.failures: list[str] = []
+
+    def request(self, name: str) -> None:
+        if name in self.failures:
+            self.failures.remove(name)
+            raise ConnectionResetError("the connection was reset")
+
+    def open(self, file: Any) -> io.RawIOBase:
+        network = self
+
+        class File(io.RawIOBase):
+            def seek(self, *position: int) -> int:
+                return int(file.seek(*position))
+
+            def read(self, num_bytes: int = -1) -> bytes:
+                network.num_reads += 1
+                network.request(f"read {network.num_reads}")
+                return bytes(file.read(num_bytes))
+
+        return File()
+
+
+@pytest.fixture
+def network(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Network:
+    network, system = Network(), fsspec.get_filesystem_class("memory")
+    store(f"{bucket}/x.svm", LINES * 150)  # 6 MB
+    info, opening = system.info, system._open
+
+    def report(*arguments: Any, **options: Any) -> Any:
+        network.request("status")
+        return info(*arguments, **options)
+
+    monkeypatch.setattr(system, "info", report)
+    monkeypatch.setattr(system, "_open", lambda *words, **options: network.open(opening(*words, **options)))
+    return network
+
+
+def test_a_broken_connection_is_opened_again(bucket: str, network: Network) -> None:
+    url = f"{bucket}/x.svm"
+    network.failures = ["status", "read 1", "read 3"]
+    assert stat_file(url).num_bytes == 150 * len(LINES)
+    with closing(open_stream(url)) as stream:
+        assert read_bytes(stream, 10_000_000) == LINES * 150
+    assert not network.failures
+
+
+def test_the_next_block_is_read_while_the_caller_uses_the_current_block(bucket: str, network: Network) -> None:
+    with closing(open_stream(f"{bucket}/x.svm")) as stream:
+        read_bytes(stream, 10)
+        assert network.num_reads == 1  # the head of a file is one block
+        read_bytes(stream, 1 << 20)
+        deadline = time.monotonic() + 10
+        while network.num_reads < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        stream.seek(5)
+        assert read_bytes(stream, 100) == LINES[5:105]
+
+
+@pytest.mark.thorough
+def test_training_reads_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data in a bucket of S3, here of moto's server, are the data of the file."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        address = "http://{}:{}".format(*server.get_host_and_port())
+        for name, value in (("ENDPOINT_URL", address), ("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "x")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        fsspec.filesystem("s3").mkdir("clicks")
+        url = store("s3://clicks/day1.svm", LINES * 150)
+        path = tmp_path / "day1.svm"
+        path.write_bytes(LINES * 150)
+        assert expand_pattern("s3://clicks/day*.svm") == [url]
+        with open_dataset(path, shard_bytes=2 << 20) as local, open_dataset(url, shard_bytes=2 << 20) as remote:
+            for a, b in zip(local.batches(10_000), remote.batches(10_000), strict=True):
+                np.testing.assert_array_equal(a.keys, b.keys)
+        with pytest.raises(DataError, match="s3://clicks/none does not exist"):
+            stat_file("s3://clicks/none")
+    finally:
+        server.stop()
