@@ -197,3 +197,48 @@ def test_the_cable_between_two_servers_is_cut(
     check_expelled(cluster.servers.pop(dead), why)
     cluster.check_worker()
     end(cluster.scheduler, *cluster.servers.values())
+
+
+_RANK = """
+import sys, datetime
+from paceline.collectives import init
+
+rank = int(sys.argv[1])
+try:
+    init(rank, 3, address="10.203.9.1:29400", token="secret" * 6, timeout=datetime.timedelta(seconds=40))
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+else:
+    print("connected")
+"""
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_collectives_name_the_hosts_that_cannot_reach_each_other(
+    switch: Switch, paceline: Commands, tmp_path: Path, is_cut: bool
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    if is_cut:
+        switch.part(1, 2)
+    ranks = [
+        WarmProcess(
+            [script, str(rank)],
+            within=switch.within(rank),
+            env=paceline.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    outputs = [rank.communicate(timeout=30.0)[0] for rank in ranks]
+    if not is_cut:
+        assert outputs == ["connected\n"] * 3
+        return
+    for output in outputs:
+        assert output.startswith("CollectiveError: ")
+        assert re.findall(r"(\S+) \(rank \d\) cannot connect to (\S+)", output) == [
+            (f"{NETWORK}.2", f"{NETWORK}.3"),
+            (f"{NETWORK}.3", f"{NETWORK}.2"),
+        ]

@@ -7,6 +7,7 @@ from datetime import timedelta
 from paceline.collectives.group import Group
 from paceline.collectives.tuner import check_algorithm
 from paceline.environment import environment, naming
+from paceline.meeting.reachability import check_hosts
 from paceline.meeting.rendezvous import rendezvous
 from paceline.meeting.store import Store
 from paceline.meeting.world import World
@@ -34,8 +35,8 @@ def init(
     encrypts all TCP traffic (default: ``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY`` and ``PACELINE_TLS_CA``).
 
     Raises UsageError for invalid arguments, AddressError if the port is in use, AuthenticationError if another rank has
-    a different token, DeadlineError if rank 0 does not answer, RankLostError if ranks are missing, and MismatchError if
-    the ranks' algorithms differ.
+    a different token, DeadlineError if rank 0 does not answer, RankLostError if ranks are missing, MismatchError if the
+    ranks' algorithms differ, and CollectiveError if hosts cannot reach one another.
     """
     variables = environment()
     with naming(None if algorithm else "PACELINE_ALGORITHM"):
@@ -52,6 +53,7 @@ def init(
             tls=tls,
             timeout=timeout,
             algorithm=algorithm or variables.algorithm,
+            checks_hosts=True,
         )
     except BaseException:
         meeting.close()
@@ -69,14 +71,20 @@ def join(
     name: str = "world",
     timeout: timedelta = DEFAULT_TIMEOUT,
     algorithm: str | None = None,
+    checks_hosts: bool = False,
 ) -> Group:
-    """Connect ranks that already share a rendezvous store, and return the group of all ranks."""
+    """Connect ranks that already share a rendezvous store, and return the group of all ranks.
+
+    With `checks_hosts`, it also raises CollectiveError if hosts cannot reach one another.
+    """
     check_algorithm(algorithm)
     timeout_s = timeout.total_seconds()
     world = World(
         store, rank, size, token=token, host=host, tls=tls, name=name, timeout_s=timeout_s, algorithm=algorithm
     )
     try:
+        if checks_hosts:
+            check_hosts(world, timeout_s)
         group = Group(world, range(size), name, timeout=timeout, algorithm=algorithm)
     except BaseException:
         world.close()
