@@ -39,13 +39,13 @@ _OPTIONS: Final = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInter
 _SSH: Final = ("ssh", "-T", *(f"-o{name}={value}" for name, value in _OPTIONS.items()))
 _PASSED_ON: Final = ("PACELINE_", "PYTHON", "OMP_")
 _REPLY_S: Final = 120.0
-"""Time limit for the login on a host, the import of Paceline, and the check of the request."""
+"""Time limit for the login on a host, the import of Paceline, and the check of the request, at the start of the run."""
 _POLL_S: Final = 0.5
 _END_S: Final = 35.0
 """Time limit for the end of the processes after a request. Ranks have 30 seconds for a checkpoint."""
 _CLOSE_S: Final = GRACE_S + 10.0
 _AGAIN_S: Final = 30.0
-"""The pause before an attempt to start a process again whose host was lost."""
+"""The pause before an attempt to start a process again whose host was lost, and the time limit of each reply to it."""
 _LOST_STATUS: Final = 255  # status of ssh if it cannot connect or loses the connection
 _SHOWN_CHARS: Final = 300
 _HOST = re.compile(r"(?P<name>(?!-)(?:[\w.-]+@)?(?:[\w.-]+|\[[\w:.%]+\]))(?::(?P<count>\d{1,6}))?", re.ASCII)
@@ -216,13 +216,16 @@ class Ssh(RunEngine):
         )
 
     def _exchange(
-        self, processes: Sequence[_HostProcess], contents: Sequence[HostRequest | list[HostPeer]]
+        self,
+        processes: Sequence[_HostProcess],
+        contents: Sequence[HostRequest | list[HostPeer]],
+        limit_s: float = _REPLY_S,
     ) -> list[HostReply]:
         """Send each process a line; return the replies. Raises UsageError, which names the host, for a problem."""
         for process, content in zip(processes, contents, strict=True):
             process.reply = None
             process.send(msgspec.json.encode(content))
-        deadline = time.monotonic() + _REPLY_S
+        deadline = time.monotonic() + limit_s
         replies: list[HostReply] = []
         while len(replies) < len(processes):
             self._read(_POLL_S)
@@ -231,7 +234,7 @@ class Ssh(RunEngine):
                 if process.reply is None and (status := process.status()) is not None:
                     problem = _explain(status, process.errors)
                 elif process.reply is None and time.monotonic() >= deadline:
-                    problem = f"no reply within {_REPLY_S:g} s"
+                    problem = f"no reply within {limit_s:g} s"
                 if problem is not None:
                     raise UsageError(f"--hosts: host {process.host}: {problem}")
             replies = [process.reply for process in processes if process.reply is not None]
@@ -279,8 +282,8 @@ class Ssh(RunEngine):
         process = self._connect(lost.role, lost.index, lost.host)
         self._processes.append(process)
         try:
-            self._exchange([process], [self._request_of(process)])
-            self._exchange([process], [[]])
+            self._exchange([process], [self._request_of(process)], _AGAIN_S)
+            self._exchange([process], [[]], _AGAIN_S)
         except UsageError as error:
             report(f"{error}. The next attempt is in {_AGAIN_S:g} s")
             self._next_attempts[process] = time.monotonic() + _AGAIN_S
