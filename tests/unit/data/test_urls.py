@@ -143,14 +143,14 @@ class Network:
 def network(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Network:
     network, system = Network(), fsspec.get_filesystem_class("memory")
     store(f"{bucket}/x.svm", LINES * 150)  # 6 MB
-    info, opening = system.info, system._open
+    info, opening = system.info, system.open
 
     def report(*arguments: Any, **options: Any) -> Any:
         network.request("status")
         return info(*arguments, **options)
 
     monkeypatch.setattr(system, "info", report)
-    monkeypatch.setattr(system, "_open", lambda *words, **options: network.open(opening(*words, **options)))
+    monkeypatch.setattr(system, "open", lambda *words, **options: network.open(opening(*words, **options)))
     return network
 
 
