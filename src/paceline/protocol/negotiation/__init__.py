@@ -1,0 +1,1 @@
+"""Negotiate the order of the collective operations that ranks request by name, as Horovod does."""

@@ -1,0 +1,277 @@
+"""Agree on one order of collective operations that the ranks request in different orders (Horovod's negotiation).
+
+Each rank requests operations by name, at any time and in any order. An operation runs when all ranks of its process
+set have requested it, and all ranks run the operations in the same order. The ranks agree in *rounds*. All ranks take
+part in each round, which has up to three steps:
+
+1. Every rank votes with a bit vector. It has one bit for each request in the response cache, and the bitwise *and* over
+   all ranks contains the requests that are ready everywhere. The caches of all ranks are equal, so this step needs no
+   coordinator. In the steady state it is the only step.
+2. If a rank has a request that is not in its cache, every rank sends a :class:`NegotiationReport` to the coordinator,
+   which is rank 0.
+3. The coordinator compares the requests and answers with a :class:`NegotiationDecision`. All ranks add its responses to
+   their caches in the same order.
+
+Ready all-reduces of equal kind are fused up to a number of bytes. A rank that has joined takes part in all operations
+without requests: it contributes zeros, or no rows. Horovod's algorithm is described in Sergeev and Del Balso (2018) and
+in Romero et al. (NSDI 2022), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from paceline.errors import UsageError
+from paceline.protocol.negotiation.requests import (
+    ADD_PROCESS_SET,
+    CHANGE_SETS,
+    GLOBAL_SET,
+    REMOVE_PROCESS_SET,
+    EndJoin,
+    FailRequest,
+    Key,
+    NegotiationDecision,
+    NegotiationInstruction,
+    NegotiationReport,
+    TensorRequest,
+    fuse,
+)
+from paceline.protocol.negotiation.table import RequestTable, find_mismatch, joined_root
+
+_NOTHING_TO_REPORT: Final = 1
+_STAYS: Final = 2
+_NUM_STATUS_BITS: Final = 2
+_MOST_PLANS: Final = 1000
+
+
+class Negotiator:
+    """One rank's part of the negotiation, and on rank 0 the coordinator's part.
+
+    In each round, all ranks exchange the results of :meth:`vote` and pass the combined vector to :meth:`agreed`. If
+    :attr:`needs_reports` is then set, rank 0 passes the results of :meth:`report` of all ranks to :meth:`decide`, and
+    all ranks pass the decision to :meth:`decided`.
+    """
+
+    def __init__(self, rank: int, size: int, *, cache_capacity: int, fusion_threshold_bytes: int) -> None:
+        self.rank = rank
+        self.process_sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(size))}
+        """The ranks of each process set."""
+        self.joined: tuple[int, ...] = ()
+        """The ranks that have joined."""
+        self.has_news = False
+        """Whether this rank must start a round, because its last vote and report are out of date."""
+        self.needs_reports = False
+        self.is_over = False
+        """Whether a rank has left. No round follows."""
+        self._capacity, self._threshold_bytes = cache_capacity, fusion_threshold_bytes
+        self._pending: dict[Key, TensorRequest] = {}
+        self._unreported: dict[Key, TensorRequest] = {}
+        """Pending requests that are not in the cache and that the coordinator has not received."""
+        self._invalid: list[int] = []
+        self._joins = False
+        self._leaves = False
+        self._slots: dict[Key, int] = {}
+        """The slot of each cached request. The least recently used request is the first."""
+        self._cached: dict[int, TensorRequest] = {}
+        self._free_slots: list[int] = []
+        self._ready = 0
+        """The bits of the slots whose requests are pending."""
+        self._foreign = 0
+        """The bits of the slots that belong to process sets without this rank."""
+        self._plans: dict[int, list[NegotiationInstruction]] = {}
+        self._next_set = GLOBAL_SET + 1
+        self._table = RequestTable(self.process_sets)
+
+    @property
+    def num_bits(self) -> int:
+        """The length of the vector of votes, which is equal on all ranks."""
+        return _NUM_STATUS_BITS + len(self._cached) + len(self._free_slots)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether this rank waits for other ranks."""
+        return bool(self._pending) or self._has_joined
+
+    @property
+    def _has_joined(self) -> bool:
+        return self._joins or self.rank in self.joined
+
+    def request(self, requests: Sequence[TensorRequest]) -> None:
+        """Add requests, all or none. Raises UsageError for names in use, after :meth:`join`, and for unknown sets."""
+        if self._has_joined:
+            raise UsageError(
+                f"{requests[0].operation} {requests[0].name!r} was requested after join(); wait until join() returns"
+            )
+        names: set[Key] = set()
+        for request in requests:
+            if request.key in self._pending or request.key in names:
+                raise UsageError(
+                    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
+                    f"that is currently being processed: {request.operation} {request.name!r}. Wait for the first "
+                    "call, or pass a different tensor name"
+                )
+            if request.process_set not in self.process_sets:
+                raise UsageError(f"process set {request.process_set} does not exist; call add_process_set() first")
+            names.add(request.key)
+        for request in requests:
+            self._pending[request.key] = request
+            slot = self._slots.get(request.key)
+            if slot is not None and request.common() == self._cached[slot]:
+                self._ready |= 1 << slot
+            else:
+                self._unreported[request.key] = request
+                if slot is not None:
+                    self._invalid.append(slot)
+        self.has_news = True
+
+    def join(self) -> None:
+        """Take part in all operations until all ranks have joined. Then :class:`EndJoin` follows."""
+        if self._has_joined:
+            raise UsageError("join() was called again before it has returned; call it once per rank")
+        self._joins = self.has_news = True
+
+    def leave(self) -> None:
+        """End the negotiation of all ranks in the next round."""
+        self._leaves = self.has_news = True
+
+    def vote(self) -> int:
+        """Return this rank's bits for the next round."""
+        self.has_news = False
+        slots = self._ready | self._foreign
+        if self.rank in self.joined:
+            slots |= sum(1 << slot for slot, cached in self._cached.items() if self._has_active_ranks(cached))
+        has_nothing = not (self._unreported or self._invalid or self._joins)
+        return slots << _NUM_STATUS_BITS | (0 if self._leaves else _STAYS) | (_NOTHING_TO_REPORT if has_nothing else 0)
+
+    def agreed(self, bits: int) -> list[NegotiationInstruction]:
+        """Return the instructions for the requests that all ranks voted for."""
+        self.is_over = not bits & _STAYS
+        self.needs_reports = not self.is_over and not bits & _NOTHING_TO_REPORT
+        slots = bits >> _NUM_STATUS_BITS
+        if not slots:
+            return []
+        plan = self._plans.get(slots)
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[slots] = self._plan(slots)
+        for slot in _ones(slots):
+            key = self._cached[slot].key
+            del self._slots[key]
+            self._slots[key] = slot  # now the most recently used
+            self._pending.pop(key, None)
+        self._ready &= ~slots
+        return plan
+
+    def report(self) -> NegotiationReport:
+        """Return the requests that the coordinator does not have."""
+        report = NegotiationReport(tuple(self._unreported.values()), tuple(self._invalid), self._joins)
+        self._unreported.clear()
+        self._invalid.clear()
+        return report
+
+    def decide(self, reports: Sequence[NegotiationReport]) -> NegotiationDecision:
+        """Return the coordinator's decision. `reports` has the report of each rank."""
+        return self._table.add(reports)
+
+    def decided(self, decision: NegotiationDecision) -> list[NegotiationInstruction]:
+        """Return the instructions for the coordinator's responses."""
+        for slot in decision.invalid:
+            self._evict(slot)
+        if decision.joined != self.joined:
+            self.joined = decision.joined
+            if self._joins and self.rank in self.joined:
+                self._joins, self.has_news = False, True
+            self._plans.clear()
+        instructions: list[NegotiationInstruction] = []
+        ready: list[TensorRequest] = []
+        for response in decision.responses:
+            request = response.request.common()
+            own = self._pending.pop(request.key, None)
+            self._unreported.pop(request.key, None)
+            if response.error:
+                instructions.append(FailRequest(request.key, response.error))
+                continue
+            if own is not None and own.common() != request:  # a joined rank's request, which was not compared
+                active = next(rank for rank in self.process_sets[request.process_set] if rank not in self.joined)
+                error = find_mismatch({self.rank: own, active: response.request})
+                instructions.append(FailRequest(request.key, error))
+            if request.operation in CHANGE_SETS:
+                instructions += self._change_sets(request)
+            else:
+                self._add_to_cache(request)
+            if self.rank in self.process_sets.get(request.process_set, ()):
+                ready.append(request)
+        instructions += fuse(ready, self._threshold_bytes)
+        if decision.last_joined >= 0:
+            self._joins = False
+            instructions.append(EndJoin(decision.last_joined))
+        return instructions
+
+    def find_process_set(self, ranks: Sequence[int]) -> int | None:
+        """Return the number of the process set with these ranks, or None."""
+        return next((number for number, members in self.process_sets.items() if members == tuple(ranks)), None)
+
+    def _plan(self, slots: int) -> list[NegotiationInstruction]:
+        requests = [self._cached[slot] for slot in _ones(slots & ~self._foreign)]
+        ready = [request for request in requests if request.root not in self.joined]
+        failed = [request for request in requests if request.root in self.joined]
+        return [
+            *fuse(ready, self._threshold_bytes),
+            *(FailRequest(request.key, joined_root(request)) for request in failed),
+        ]
+
+    def _has_active_ranks(self, request: TensorRequest) -> bool:
+        return not set(self.process_sets[request.process_set]) <= set(self.joined)
+
+    def _change_sets(self, request: TensorRequest) -> list[NegotiationInstruction]:
+        number = self.find_process_set(request.shape)
+        if request.operation == ADD_PROCESS_SET and number is None:
+            self.process_sets[self._next_set] = request.shape
+            self._next_set += 1
+        elif request.operation == REMOVE_PROCESS_SET and number is not None:
+            del self.process_sets[number]
+            for slot in [slot for slot, cached in self._cached.items() if cached.process_set == number]:
+                self._evict(slot)
+            keys = [key for key in self._pending if key[0] == number]
+            for key in keys:
+                del self._pending[key]
+                self._unreported.pop(key, None)
+            return [FailRequest(key, f"process set {number} was removed while {key[1]!r} was pending") for key in keys]
+        return []
+
+    def _add_to_cache(self, request: TensorRequest) -> None:
+        if not self._capacity:
+            return
+        slot = self._slots.get(request.key)
+        if slot is not None:
+            self._evict(slot)
+        elif len(self._slots) >= self._capacity:
+            self._evict(next(iter(self._slots.values())))
+        slot = self._free_slots.pop() if self._free_slots else len(self._cached)
+        self._slots[request.key] = slot
+        self._cached[slot] = request
+        if self.rank not in self.process_sets.get(request.process_set, ()):
+            self._foreign |= 1 << slot
+        self._plans.clear()
+
+    def _evict(self, slot: int) -> None:
+        """Remove a request from the cache. If it is pending, this rank reports it to the coordinator."""
+        request = self._cached.pop(slot, None)
+        if request is None:
+            return
+        del self._slots[request.key]
+        self._free_slots.append(slot)
+        self._plans.clear()
+        self._foreign &= ~(1 << slot)
+        if self._ready >> slot & 1:
+            self._ready &= ~(1 << slot)
+            self._unreported[request.key] = self._pending[request.key]
+            self.has_news = True
+
+
+def _ones(bits: int) -> list[int]:
+    """Return the positions of the bits that are set, from the lowest."""
+    digits = f"{bits:b}"[::-1]
+    return [position for position, digit in enumerate(digits) if digit == "1"]
