@@ -18,9 +18,10 @@ from paceline.errors import AddressError, UsageError
 # Launchers of several ranks: a variable that only this launcher sets, and its variables for the rank, the world size,
 # the local rank and the local world size. The first launcher found is used. Under Slurm, mpirun's variables are correct
 # and Slurm's are not.
-_OPEN_MPI, _HYDRA, _SLURM = "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID"
+_HOROVOD, _OPEN_MPI, _HYDRA, _SLURM = "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "SLURM_PROCID"
 _LAUNCHERS = {
     "RANK": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _HOROVOD: (_HOROVOD, "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     _OPEN_MPI: (
         _OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
@@ -48,7 +49,8 @@ class Environment:
     runtime_dir: Path | None = None
     """``XDG_RUNTIME_DIR``: a private folder of this user on this machine."""
     rank: int | None = None
-    """``RANK``, or that of Open MPI (``OMPI_COMM_WORLD_RANK``), MPICH (``PMI_RANK``) or Slurm (``SLURM_PROCID``)."""
+    """``RANK``, or the variable of horovodrun (``HOROVOD_RANK``), Open MPI (``OMPI_COMM_WORLD_RANK``), MPICH
+    (``PMI_RANK``) or Slurm (``SLURM_PROCID``)."""
     world_size: int | None = None
     """``WORLD_SIZE``, or the variable of the launcher that set the rank."""
     local_rank: int | None = None
@@ -73,7 +75,8 @@ class Environment:
     """Whether mpirun of Open MPI, MPICH or Intel MPI has set the rank."""
     job: str | None = None
     """Identifier of the program, equal on all ranks, under Open MPI (``PMIX_NAMESPACE``), Slurm (``SLURM_JOB_ID``,
-    ``SLURM_STEP_ID``), or MPICH on one machine (the process ID of the parent of all ranks)."""
+    ``SLURM_STEP_ID``), horovodrun (``HOROVOD_GLOO_RENDEZVOUS_ADDR`` and ``_PORT``), or MPICH on one machine (the
+    process ID of the parent of all ranks)."""
     placement: str | None = None
     """``PACELINE_PLACEMENT``: place of this launcher among those of ``paceline run --hosts``, as a JSON object."""
     algorithm: str | None = None
@@ -94,6 +97,14 @@ class Environment:
     """``PACELINE_SNAPSHOT_EVERY``: time between two snapshots, such as ``5m``."""
     incarnation: int | None = None
     """``PACELINE_INCARNATION``: unique number of this process in an elastic training, set by ``paceline run``."""
+    horovod_fusion_threshold: int | None = None
+    """``HOROVOD_FUSION_THRESHOLD``: bytes up to which ``paceline.horovod`` fuses all-reduces."""
+    horovod_cache_capacity: int | None = None
+    """``HOROVOD_CACHE_CAPACITY``: number of requests in the cache of ``paceline.horovod``."""
+    horovod_timeout_s: int | None = None
+    """``HOROVOD_GLOO_TIMEOUT_SECONDS``: timeout of each collective call of ``paceline.horovod``."""
+    is_horovod_elastic: bool = False
+    """``HOROVOD_ELASTIC``: whether a distributed optimizer of Horovod's API averages gradients on a single rank too."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -135,6 +146,8 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     run_id, processes = found.get("TORCHELASTIC_RUN_ID"), found.get("PET_NPROC_PER_NODE")
     launcher, rank, world_size, local_rank, local_world_size = _read_ranks(found)
     job = "/".join(found[name] for name in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID") if found.get(name))
+    if launcher == _HOROVOD:
+        job = "/".join(found.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")).strip("/")
     if launcher == _HYDRA and local_world_size == world_size:
         job = f"{job}/{_starter()}"
     return Environment(
@@ -168,6 +181,10 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         snapshot_dir=_path(found, "PACELINE_SNAPSHOT_DIR"),
         snapshot_every=found.get("PACELINE_SNAPSHOT_EVERY") or None,
         incarnation=_integer(found, "PACELINE_INCARNATION"),
+        horovod_fusion_threshold=_integer(found, "HOROVOD_FUSION_THRESHOLD"),
+        horovod_cache_capacity=_integer(found, "HOROVOD_CACHE_CAPACITY"),
+        horovod_timeout_s=_integer(found, "HOROVOD_GLOO_TIMEOUT_SECONDS", 1),
+        is_horovod_elastic=found.get("HOROVOD_ELASTIC") == "1",
     )
 
 

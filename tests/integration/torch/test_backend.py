@@ -1,4 +1,4 @@
-"""``torch.distributed`` on Paceline, with real processes.
+"""``torch.distributed`` and Horovod's API on Paceline, with real processes.
 
 Importing torch takes seconds, so one run of a few ranks (see ``ranks.py``) serves all checks of a module.
 """
@@ -18,8 +18,16 @@ import pytest
 from tests.warm.processes import WarmProcess
 
 _FOLDER = Path(__file__).parent
-_SIZES = {"calls": 3, "training": 2, "gradient_filters": 2, "faults": 3}
-_KILLED = {"faults": 2}
+_SIZES = {
+    "calls": 3,
+    "training": 2,
+    "gradient_filters": 2,
+    "faults": 3,
+    "horovod_calls": 3,
+    "horovod_training": 2,
+    "horovod_faults": 3,
+}
+_KILLED = {"faults": 2, "horovod_faults": 2}
 _PATIENCE_S = 180.0
 
 pytestmark = pytest.mark.timeout(300)

@@ -53,6 +53,17 @@ def test_mpich_is_recognized_by_its_variable_of_the_local_rank() -> None:
     assert (found.rank, found.world_size, found.local_rank, found.job) == (1, 4, None, None)
 
 
+def test_variables_of_horovodrun() -> None:
+    variables = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
+    found = environment({**variables, "HOROVOD_GLOO_RENDEZVOUS_ADDR": "a", "HOROVOD_GLOO_RENDEZVOUS_PORT": "5"})
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (1, 2, 0, 1)
+    assert found.job == "a/5"
+    assert environment({**variables, "RANK": "0", "WORLD_SIZE": "3"}).world_size == 3
+    found = environment({"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CACHE_CAPACITY": "7", "HOROVOD_ELASTIC": "1"})
+    assert (found.horovod_fusion_threshold, found.horovod_cache_capacity, found.is_horovod_elastic) == (0, 7, True)
+    assert environment({"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}).horovod_timeout_s == 30
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

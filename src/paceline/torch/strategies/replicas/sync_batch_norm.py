@@ -13,8 +13,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.errors import UsageError
 
 
+class RankSums:
+    """Sums over the ranks of ``torch.distributed``. Subclasses use other groups of ranks."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
+
+    def add_(self, tensor: Tensor) -> None:
+        """Add the tensors of all ranks, in place."""
+        dist.all_reduce(tensor)
+
+
 class SyncBatchNorm(_BatchNorm):
     """``BatchNorm1d``, ``2d`` or ``3d`` over the inputs [N, C, ...] of all ranks; N may differ between ranks."""
+
+    sums = RankSums()
 
     @classmethod
     def of(cls, layer: _BatchNorm) -> SyncBatchNorm:
@@ -34,7 +52,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
-        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.sums)  # type: ignore[no-untyped-call]
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
@@ -50,7 +68,7 @@ class _Normalize(torch.autograd.Function):
     """Normalization by the statistics of all ranks, and its derivative (Ioffe and Szegedy, 2015, section 3)."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, sums: RankSums) -> Any:
         dims = [0, *range(2, input.dim())]
         shape = [1, -1] + [1] * (input.dim() - 2)
         count = input.numel() // input.size(1)
@@ -60,15 +78,15 @@ class _Normalize(torch.autograd.Function):
         else:
             own_variance = own_mean = wide.new_zeros(input.size(1))
         own = torch.cat([wide.new_tensor([count]), own_mean, own_variance]).to(torch.float64)
-        table = own.new_zeros(dist.get_world_size(), own.numel())
-        table[dist.get_rank()] = own
-        dist.all_reduce(table)
+        table = own.new_zeros(sums.size, own.numel())
+        table[sums.rank] = own
+        sums.add_(table)
         counts = table[:, :1]
         means, variances = table[:, 1:].chunk(2, 1)
         total = float(counts.sum())
         if total <= 1:
             raise UsageError(
-                f"rank {dist.get_rank()}: batch normalization in training got {int(total)} values per channel over all "
+                f"rank {sums.rank}: batch normalization in training got {int(total)} values per channel over all "
                 "ranks, expected 2 or more; make the batch larger"
             )
         mean = (counts * means).sum(0) / total
@@ -79,7 +97,7 @@ class _Normalize(torch.autograd.Function):
         output = normalized if weight is None else normalized * weight.view(shape).to(wide.dtype)
         output = output if bias is None else output + bias.view(shape).to(wide.dtype)
         ctx.save_for_backward(normalized, weight, inverse)
-        ctx.dims, ctx.shape, ctx.total = dims, shape, total
+        ctx.dims, ctx.shape, ctx.total, ctx.sums = dims, shape, total, sums
         ctx.mark_non_differentiable(mean, variance)
         return output.to(input.dtype), mean, variance, total
 
@@ -91,7 +109,7 @@ class _Normalize(torch.autograd.Function):
         sum_grad = grad.sum(ctx.dims)
         sum_product = (grad * normalized).sum(ctx.dims)
         totals = torch.cat([sum_grad, sum_product])
-        dist.all_reduce(totals)
+        ctx.sums.add_(totals)
         mean_grad, mean_product = (totals / ctx.total).chunk(2)
         shape = ctx.shape
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
@@ -101,6 +119,7 @@ class _Normalize(torch.autograd.Function):
             grad_input.to(grad_output.dtype) if needs[0] else None,
             sum_product.to(weight.dtype) if needs[1] else None,
             sum_grad.to(grad_output.dtype if weight is None else weight.dtype) if needs[2] else None,
+            None,
             None,
         )
 

@@ -1,0 +1,216 @@
+"""Start and end Horovod on this rank, and return the numbers of this rank."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+
+from paceline import collectives
+from paceline.collectives import DEFAULT_TIMEOUT, Group
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.horovod.engine import Engine
+from paceline.horovod.process_sets import ProcessSet, global_process_set, register_global_set
+from paceline.meeting.node import memory_domain
+from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET
+
+_FUSION_THRESHOLD_BYTES: Final = 128 << 20
+_CACHE_CAPACITY: Final = 1024
+
+
+class Context:
+    """The engine of this rank and the places of all ranks, between :func:`init` and :func:`shutdown`."""
+
+    def __init__(self, group: Group, engine: Engine, local_rank: int | None) -> None:
+        """`local_rank` is the launcher's number of this rank on its machine, if it is known."""
+        self.group, self.engine = group, engine
+        hosts: dict[str, list[int]] = {}
+        for rank, (host, number) in enumerate(group.all_gather_objects([memory_domain(), local_rank])):
+            hosts.setdefault(host, []).append(rank)
+            if rank == group.rank:
+                own_host, own_number = host, number
+        ranks = hosts[own_host]
+        self.local_size = len(ranks)
+        self.local_rank: int = ranks.index(group.rank) if own_number is None else own_number
+        across = [host for host, members in hosts.items() if len(members) > ranks.index(group.rank)]
+        self.cross_rank, self.cross_size = across.index(own_host), len(across)
+        self.is_homogeneous = len({len(members) for members in hosts.values()}) == 1
+        self.process_sets: list[ProcessSet] = []
+        self.num_unnamed: dict[int, int] = {}
+        """The number of unnamed requests, by process set."""
+
+
+_context: Context | None = None
+_all_ranks: Group | None = None
+"""The group of all ranks of the program. It remains after :func:`shutdown`, for the next :func:`init`."""
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
+    """Connect this rank to the other ranks. All ranks must call this function. If Horovod is initialized, do nothing.
+
+    The ranks and the address come from the launcher: ``paceline run``, torchrun, horovodrun, mpirun or Slurm. Without
+    a launcher, this process is the only rank. `comm` is a list of ranks, if only these ranks take part.
+    `process_sets` are added at the start; ``"dynamic"`` has no effect, because sets can always be added later.
+
+    Raises UsageError for invalid arguments and variables, DeadlineError and RankLostError if ranks are missing.
+    """
+    global _context, _all_ranks
+    if _context is not None:
+        return
+    if comm is not None and not (isinstance(comm, Sequence) and all(isinstance(rank, int) for rank in comm)):
+        raise UsageError(f"got comm={comm!r}, expected a list of ranks; communicators of MPI are not supported")
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise UsageError(f"got process_sets={process_sets!r}, expected a list of ProcessSet or 'dynamic'")
+    variables = environment()
+    timeout_s = variables.horovod_timeout_s
+    timeout = DEFAULT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
+    if _all_ranks is None:
+        _all_ranks = collectives.init(timeout=timeout)
+    group = _all_ranks.subgroup(comm or range(_all_ranks.size), timeout=timeout)
+    if group is None:
+        raise UsageError(f"rank {_all_ranks.rank} called init(comm={list(comm or ())}), which does not contain it")
+    threshold, capacity = variables.horovod_fusion_threshold, variables.horovod_cache_capacity
+    engine = Engine(
+        group,
+        fusion_threshold_bytes=_FUSION_THRESHOLD_BYTES if threshold is None else threshold,
+        cache_capacity=_CACHE_CAPACITY if capacity is None else capacity,
+    )
+    _context = Context(group, engine, variables.local_rank if comm is None else None)
+    register_global_set(group.size, group.rank)
+    engine.start()
+    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+        add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """End Horovod on all ranks. Pending operations fail with HorovodInternalError. :func:`init` may follow."""
+    global _context
+    context, _context = _context, None
+    if context is None:
+        return
+    context.engine.close()
+    for process_set in context.process_sets:
+        process_set.register(None, None)
+    register_global_set(0, None)
+
+
+@atexit.register
+def _shut_down_at_exit() -> None:
+    with contextlib.suppress(Exception):
+        shutdown()
+
+
+def current() -> Context:
+    """Return the state of this rank. Raises UsageError before :func:`init`."""
+    if _context is None:
+        raise UsageError("Horovod has not been initialized; use hvd.init().")
+    return _context
+
+
+def is_initialized() -> bool:
+    """Return whether :func:`init` was called, and :func:`shutdown` was not called since."""
+    return _context is not None
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return current().group.size
+
+
+def rank() -> int:
+    """Return the number of this rank, from 0 to ``size() - 1``."""
+    return current().group.rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this machine."""
+    return current().local_size
+
+
+def local_rank() -> int:
+    """Return the number of this rank among the ranks of this machine."""
+    return current().local_rank
+
+
+def cross_size() -> int:
+    """Return the number of machines that have a rank with this rank's local number."""
+    return current().cross_size
+
+
+def cross_rank() -> int:
+    """Return the number of this machine among the machines that have a rank with this rank's local number."""
+    return current().cross_rank
+
+
+def is_homogeneous() -> bool:
+    """Return whether all machines have the same number of ranks."""
+    return current().is_homogeneous
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Add a process set, and return it. All ranks of the program must call this function with the same ranks.
+
+    Raises UsageError if a process set with these ranks exists, or if a rank does not exist.
+    """
+    context = current()
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if not added.ranks or added.ranks[0] < 0 or added.ranks[-1] >= context.group.size:
+        raise UsageError(f"got a process set of ranks {added.ranks}, expected ranks from 0 to {context.group.size - 1}")
+    if context.engine.find_process_set(added.ranks) is not None:
+        raise UsageError(f"a process set of ranks {added.ranks} exists already; use this set")
+    context.engine.change_process_sets(ADD_PROCESS_SET, added.ranks)
+    added.register(context.engine.find_process_set(added.ranks), context.group.rank)
+    context.process_sets.append(added)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set, and return whether it was added before. All ranks of the program must call this function.
+
+    The process set of all ranks cannot be removed.
+    """
+    context = current()
+    if process_set is global_process_set or process_set.process_set_id is None:
+        return False
+    context.engine.change_process_sets(REMOVE_PROCESS_SET, process_set.ranks)
+    context.process_sets.remove(process_set)
+    process_set.register(None, None)
+    return True
+
+
+def _constant(name: str, value: Any, doc: str) -> Any:
+    def constant() -> Any:
+        return value
+
+    constant.__name__ = constant.__qualname__ = name
+    constant.__doc__ = doc
+    return constant
+
+
+mpi_built = _constant("mpi_built", False, "Return False: Paceline does not use MPI.")
+mpi_enabled = _constant("mpi_enabled", False, "Return False: Paceline does not use MPI.")
+gloo_built = _constant("gloo_built", True, "Return True: Paceline's collectives work where Horovod uses Gloo.")
+gloo_enabled = _constant("gloo_enabled", True, "Return True: Paceline's collectives work where Horovod uses Gloo.")
+nccl_built = _constant("nccl_built", 0, "Return 0: CUDA tensors are reduced in the host's memory.")
+ddl_built = _constant("ddl_built", False, "Return False: Paceline does not use IBM's DDL.")
+ccl_built = _constant("ccl_built", False, "Return False: Paceline does not use oneCCL.")
+
+
+def mpi_threads_supported() -> bool:
+    """Raise UsageError, as Horovod does without MPI."""
+    raise UsageError("mpi_threads_supported() needs MPI, which Paceline does not use; call mpi_enabled() first")
+
+
+def cuda_built() -> bool:
+    """Return whether PyTorch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether PyTorch was built for ROCm."""
+    return torch.version.hip is not None

@@ -1,0 +1,221 @@
+"""The background thread of a rank: negotiate with the other ranks, and run the operations that are ready."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from paceline.collectives import Group
+from paceline.errors import ProtocolError, first_line
+from paceline.horovod.errors import HorovodInternalError
+from paceline.horovod.execution import Executor, TensorEntry
+from paceline.horovod.wakeups import Wakeups
+from paceline.protocol.negotiation.negotiator import Negotiator
+from paceline.protocol.negotiation.requests import (
+    ADD_PROCESS_SET,
+    CHANGE_SETS,
+    GLOBAL_SET,
+    EndJoin,
+    FailRequest,
+    Key,
+    NegotiationDecision,
+    NegotiationInstruction,
+    NegotiationReport,
+    RunOperation,
+    TensorRequest,
+)
+
+_IDLE: Final = timedelta(days=1)
+_CHECK: Final = timedelta(seconds=1)
+"""A rank with pending requests starts a round after this time. In the round it detects ranks that have died."""
+_SHUT_DOWN: Final = (
+    "Horovod has been shut down: a rank has called shutdown() or has ended, while other ranks still request "
+    "collective operations; call shutdown() on all ranks after the last operation"
+)
+_Message = TypeVar("_Message", NegotiationReport, NegotiationDecision)
+
+
+class Engine:
+    """Runs the requests of one rank. All methods are thread-safe."""
+
+    def __init__(self, group: Group, *, cache_capacity: int, fusion_threshold_bytes: int) -> None:
+        self._group = group
+        self._negotiator = Negotiator(
+            group.rank, group.size, cache_capacity=cache_capacity, fusion_threshold_bytes=fusion_threshold_bytes
+        )
+        self._executor = Executor(self._negotiator.process_sets)
+        self._executor.groups[GLOBAL_SET] = group
+        self._wakeups = Wakeups(group)
+        self._lock = threading.Lock()
+        """Protects the negotiator, the entries and the state of the thread."""
+        self._changed = threading.Condition(threading.Lock())
+        """Notified when an entry is done, when all ranks have joined, and at the end of the thread."""
+        self._entries: dict[Key, TensorEntry] = {}
+        self._round = 0
+        self._is_waiting = False
+        self._last_joined: int | None = None
+        self._failure = ""
+        self._thread = threading.Thread(target=self._serve, name="paceline-horovod", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, entries: Sequence[TensorEntry]) -> None:
+        """Request operations, all in the same round. Raises UsageError if the name of a request is in use."""
+        with self._lock:
+            self._check_alive()
+            self._negotiator.request([entry.request for entry in entries])
+            for entry in entries:
+                self._entries[entry.request.key] = entry
+            self._wake_thread()
+
+    def wait(self, entry: TensorEntry) -> None:
+        """Wait until an operation is done. Raises HorovodInternalError if it failed."""
+        if not entry.is_done:
+            with self._changed:
+                self._changed.wait_for(lambda: entry.is_done)
+        if entry.error:
+            raise HorovodInternalError(entry.error)
+
+    def join(self) -> int:
+        """Take part in the operations of the other ranks until all have joined. Return the rank that joined last."""
+        with self._lock:
+            self._check_alive()
+            self._last_joined = None
+            self._negotiator.join()
+            self._wake_thread()
+        with self._changed:
+            self._changed.wait_for(lambda: self._last_joined is not None or self._failure)
+        if self._last_joined is None:
+            raise HorovodInternalError(self._failure)
+        return self._last_joined
+
+    def change_process_sets(self, operation: str, ranks: Sequence[int]) -> None:
+        """Add or remove a process set. All ranks of the program must call this method."""
+        entry = TensorEntry(TensorRequest(f"{operation} {list(ranks)}", operation, shape=tuple(ranks)))
+        self.submit([entry])
+        self.wait(entry)
+
+    def find_process_set(self, ranks: Sequence[int]) -> int | None:
+        with self._lock:
+            return self._negotiator.find_process_set(ranks)
+
+    def close(self) -> None:
+        """End the threads of all ranks, after the operations that are ready. Idempotent."""
+        with self._lock:
+            if not self._failure:
+                self._negotiator.leave()
+                self._wake_thread()
+        self._thread.join()
+        for group in self._executor.groups.values():
+            group.close()
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise HorovodInternalError(self._failure)
+
+    def _wake_thread(self) -> None:
+        """The caller must hold the lock."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._wakeups.wake_own_thread()
+
+    def _serve(self) -> None:
+        failure = _SHUT_DOWN
+        try:
+            while not self._negotiator.is_over:
+                self._wait_for_round()
+                self._run_round()
+        except BaseException as error:
+            failure = f"a collective operation failed, and Horovod ends on this rank: {first_line(error)}"
+            self._group.abort()
+        with self._lock:
+            self._failure = failure
+            entries = list(self._entries.values())
+            self._entries.clear()
+        self._finish(entries, failure)
+
+    def _wait_for_round(self) -> None:
+        is_started = False
+        while not is_started:
+            with self._lock:
+                if self._negotiator.has_news:
+                    return
+                self._is_waiting = True
+                timeout = _CHECK if self._negotiator.has_pending else _IDLE
+            is_started = self._wakeups.wait(self._round, timeout)
+            with self._lock:
+                self._is_waiting = False
+
+    def _run_round(self) -> None:
+        self._wakeups.wake_other_ranks(self._round)
+        with self._lock:
+            vote, num_bits = self._negotiator.vote(), self._negotiator.num_bits
+        bits = np.frombuffer(bytearray(vote.to_bytes(num_bits + 7 >> 3, "little")), np.uint8)
+        self._group.all_reduce(bits, "bitwise_and", out=bits)
+        self._round += 1
+        with self._lock:
+            instructions = self._negotiator.agreed(int.from_bytes(bits.tobytes(), "little"))
+        self._carry_out(instructions)
+        if self._negotiator.needs_reports:
+            with self._lock:
+                report = self._negotiator.report()
+            reports = self._group.gather_objects(report)
+            decision = None
+            if reports is not None:
+                decision = self._negotiator.decide([_convert(value, NegotiationReport) for value in reports])
+            decision = _convert(self._group.broadcast_object(decision), NegotiationDecision)
+            with self._lock:
+                instructions = self._negotiator.decided(decision)
+            self._carry_out(instructions)
+
+    def _carry_out(self, instructions: Sequence[NegotiationInstruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case RunOperation(requests):
+                    entries = self._take([request.key for request in requests])
+                    if requests[0].operation in CHANGE_SETS:
+                        self._change_groups(requests[0])
+                    else:
+                        self._executor.run(requests, entries)
+                    self._finish(entries)
+                case FailRequest(key, error):
+                    self._finish(self._take([key]), error)
+                case EndJoin(last):
+                    with self._changed:
+                        self._last_joined = last
+                        self._changed.notify_all()
+
+    def _take(self, keys: Sequence[Key]) -> list[TensorEntry | None]:
+        with self._lock:
+            return [self._entries.pop(key, None) for key in keys]
+
+    def _finish(self, entries: Sequence[TensorEntry | None], error: str = "") -> None:
+        with self._changed:
+            for entry in entries:
+                if entry is not None:
+                    entry.error, entry.is_done = error, True
+            self._changed.notify_all()
+
+    def _change_groups(self, request: TensorRequest) -> None:
+        if request.operation == ADD_PROCESS_SET:
+            number = self._negotiator.find_process_set(request.shape)
+            if number is not None and number not in self._executor.groups:
+                group = self._group.subgroup(request.shape)
+                if group is not None:
+                    self._executor.groups[number] = group
+            return
+        for number in [number for number in self._executor.groups if number not in self._negotiator.process_sets]:
+            self._executor.groups.pop(number).close()
+
+
+def _convert(value: object, kind: type[_Message]) -> _Message:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"got an invalid message of the negotiation: {error}") from None

@@ -1,0 +1,241 @@
+"""Run negotiated operations on tensors with Paceline's collectives. All ranks of a process set run the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.collectives import Group
+from paceline.protocol.negotiation.requests import (
+    ADASUM,
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BROADCAST,
+    REDUCESCATTER,
+    TensorRequest,
+)
+
+AVERAGE: Final = "average"
+_ADASUM_TAG: Final = 1
+
+
+class TensorEntry:
+    """A request of this rank with its tensors, until the operation is done."""
+
+    __slots__ = ("error", "is_done", "output", "received_splits", "request", "splits", "stream", "tensor")
+
+    def __init__(
+        self,
+        request: TensorRequest,
+        tensor: Tensor | None = None,
+        output: Tensor | None = None,
+        splits: Sequence[int] = (),
+    ) -> None:
+        """`output` receives the result. Without it, the operation creates a tensor, whose size depends on all ranks."""
+        self.request, self.tensor, self.output, self.splits = request, tensor, output, splits
+        self.received_splits: list[int] = []
+        self.is_done = False
+        self.error = ""
+        self.stream: Any = None
+        if tensor is not None and tensor.is_cuda:
+            self.stream = torch.cuda.current_stream(tensor.device)
+
+    def source(self) -> Tensor | None:
+        """Return the values of the tensor in the host's memory."""
+        if self.tensor is None or self.stream is None:
+            return None if self.tensor is None else self.tensor.detach()
+        with torch.cuda.stream(self.stream):  # after the kernels that compute the tensor
+            return self.tensor.detach().cpu()
+
+    def finish(self, result: Tensor) -> None:
+        """Store the result of the operation, which is in the host's memory."""
+        if self.stream is not None:
+            if self.output is None:
+                self.output = result.to(self.stream.device)
+                self.output.record_stream(self.stream)
+            else:
+                self.output.detach().copy_(result)
+            torch.cuda.current_stream(self.stream.device).synchronize()
+        elif self.output is None:
+            self.output = result
+        elif self.output.data_ptr() != result.data_ptr():
+            self.output.detach().copy_(result)
+
+
+class Executor:
+    """Runs operations one after another."""
+
+    def __init__(self, process_sets: Mapping[int, tuple[int, ...]]) -> None:
+        self.groups: dict[int, Group] = {}
+        """The groups of the process sets that this rank belongs to."""
+        self._process_sets = process_sets
+        self._buffers: dict[torch.dtype, Tensor] = {}
+
+    def run(self, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]) -> None:
+        """Run one operation. A rank without an entry has joined: it contributes nothing to the result."""
+        request, entry = requests[0], entries[0]
+        group = self.groups[request.process_set]
+        if request.operation == ALLREDUCE and request.reduction != ADASUM:
+            self._all_reduce(group, requests, entries)
+        elif request.operation == BROADCAST:
+            self._broadcast(group, request, entry)
+        elif request.operation in (ALLREDUCE, ALLGATHER, ALLTOALL, REDUCESCATTER):
+            source = _neutral(request) if entry is None else entry.source()
+            assert source is not None
+            if request.operation == ALLREDUCE:
+                result = adasum(group, source)
+            elif request.operation == ALLGATHER:
+                result = group.all_gather(source, sizes=group.gather_sizes(source))
+            elif request.operation == ALLTOALL:
+                result = _all_to_all(group, source, entry)
+            else:
+                rows = _rows_of_ranks(request.shape[0], group.size)
+                result = _reduced(group, source, request, rows)
+            if entry is not None:
+                entry.finish(result)
+        else:
+            group.barrier()
+
+    def _all_reduce(
+        self, group: Group, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]
+    ) -> None:
+        sources = [
+            _neutral(request) if entry is None else entry.source()
+            for request, entry in zip(requests, entries, strict=True)
+        ]
+        if len(sources) == 1:
+            (source,), (entry,) = sources, entries
+            assert source is not None
+            out = None
+            if entry is not None and entry.stream is None and entry.output is not None:
+                out = source if entry.output is entry.tensor else entry.output.detach()
+            result = _reduced(group, source, requests[0], out=out)
+            if entry is not None:
+                entry.finish(result)
+            return
+        vectors = [source.reshape(-1) for source in sources if source is not None]
+        fused = self._buffer(vectors[0].dtype, sum(vector.numel() for vector in vectors))
+        torch.cat(vectors, out=fused)
+        result = _reduced(group, fused, requests[0], out=fused)
+        parts = result.split([vector.numel() for vector in vectors])
+        plain = [(entry, part) for entry, part in zip(entries, parts, strict=True) if entry is not None]
+        if all(entry.stream is None for entry, _ in plain):
+            outputs = [entry.output.detach() for entry, _ in plain if entry.output is not None]
+            if outputs:
+                torch._foreach_copy_(
+                    outputs, [part.view(output.shape) for (_, part), output in zip(plain, outputs, strict=True)]
+                )
+        else:
+            for entry, part in plain:
+                assert entry.output is not None
+                entry.finish(part.view(entry.output.shape))
+
+    def _buffer(self, dtype: torch.dtype, count: int) -> Tensor:
+        """Return memory for fused tensors, which is reused because new memory is slow at the first write."""
+        buffer = self._buffers.get(dtype)
+        if buffer is None or buffer.numel() < count:
+            buffer = self._buffers[dtype] = torch.empty(count, dtype=dtype)
+        return buffer[:count]
+
+    def _broadcast(self, group: Group, request: TensorRequest, entry: TensorEntry | None) -> None:
+        root = self._process_sets[request.process_set].index(request.root)
+        if entry is None:
+            group.broadcast(_neutral(request), root=root)
+            return
+        assert entry.tensor is not None
+        assert entry.output is not None
+        if group.rank == root:
+            source = entry.source()
+            group.broadcast(source, root=root)
+            if entry.output is not entry.tensor and source is not None:
+                entry.finish(source)
+        else:
+            target = torch.empty_like(entry.output, device="cpu") if entry.stream is not None else entry.output.detach()
+            entry.finish(group.broadcast(target, root=root))
+
+
+def _reduced(
+    group: Group, source: Tensor, request: TensorRequest, rows: Sequence[int] | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return the scaled reduction of a tensor over all ranks. With `rows`, return this rank's rows of it."""
+    is_average = request.reduction == AVERAGE
+    is_mean = is_average and source.is_floating_point()
+    name = "mean" if is_mean else "sum" if is_average else request.reduction
+    scaled = _scaled(source, request.prescale)
+    if rows is not None:
+        result: Tensor = group.reduce_scatter(scaled, name, sizes=rows)
+    else:
+        result = group.all_reduce(scaled, name, out=scaled if scaled is not source else out)
+    if is_average and not is_mean:
+        result = result.floor_divide_(group.size)
+    return _scaled(result, request.postscale)
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Return `tensor * factor`. Integers are multiplied as float64, half precision as float32, as in Horovod."""
+    if factor == 1.0:
+        return tensor
+    if not tensor.is_floating_point():
+        return (tensor.double() * factor).to(tensor.dtype)
+    wide = tensor.float() if tensor.element_size() < 4 else tensor
+    return (wide * factor).to(tensor.dtype)
+
+
+def _rows_of_ranks(num_rows: int, size: int) -> list[int]:
+    return [num_rows // size + (rank < num_rows % size) for rank in range(size)]
+
+
+def _all_to_all(group: Group, source: Tensor, entry: TensorEntry | None) -> Tensor:
+    sends = [0] * group.size if entry is None else list(entry.splits)
+    receives = [int(number) for number in group.all_to_all(np.array(sends, np.int64))]
+    if entry is not None:
+        entry.received_splits = receives
+    result: Tensor = group.all_to_all(source, send_sizes=sends, receive_sizes=receives)
+    return result
+
+
+def _neutral(request: TensorRequest) -> Tensor:
+    """Return the tensor of a joined rank: no rows, or values that do not change the result of a reduction."""
+    dtype: torch.dtype = getattr(torch, request.dtype)
+    if request.operation in (ALLGATHER, ALLTOALL):
+        return torch.zeros((0, *request.shape), dtype=dtype)
+    value: float = 1 if request.reduction == "product" else 0
+    if request.reduction in ("min", "max") and dtype != torch.bool:
+        limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        value = limits.max if request.reduction == "min" else limits.min
+    elif request.reduction == "min":
+        value = 1
+    return torch.full(request.shape, value, dtype=dtype)
+
+
+def adasum(group: Group, source: Tensor) -> Tensor:
+    """Return the Adasum of a tensor over all ranks, whose number is a power of two.
+
+    Adasum adds gradients that are orthogonal, and averages gradients that are parallel (Maleki et al., MLSys 2021,
+    section 3). Each of log2(size) steps combines the results of two ranks.
+    """
+    result, distance = source.contiguous().clone(), 1
+    while distance < group.size:
+        peer = group.rank ^ distance
+        received = torch.empty_like(result)
+        ticket = group.send_async(result, peer, tag=_ADASUM_TAG)
+        group.recv(received, peer, tag=_ADASUM_TAG)
+        ticket.wait()
+        # Both ranks of a pair compute the same sum in the same order, so all ranks get the same bits.
+        first, second = (result, received) if group.rank < peer else (received, result)
+        result = _adasum_of_two(first, second)
+        distance *= 2
+    return result
+
+
+def _adasum_of_two(first: Tensor, second: Tensor) -> Tensor:
+    a, b = first.double().reshape(-1), second.double().reshape(-1)
+    product, norm_a, norm_b = float(a @ b), float(a @ a), float(b @ b)
+    factor_a = 1.0 - product / (2.0 * norm_a) if norm_a else 1.0
+    factor_b = 1.0 - product / (2.0 * norm_b) if norm_b else 1.0
+    return (factor_a * a + factor_b * b).view(first.shape).to(first.dtype)
