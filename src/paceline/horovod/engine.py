@@ -97,7 +97,7 @@ class Engine:
 
     def change_process_sets(self, operation: str, ranks: Sequence[int]) -> None:
         """Add or remove a process set. All ranks of the program must call this method."""
-        entry = TensorEntry(TensorRequest(f"{operation} {list(ranks)}", operation, shape=tuple(ranks)))
+        entry = TensorEntry(TensorRequest(operation, operation, shape=tuple(ranks)))
         self.submit([entry])
         self.wait(entry)
 

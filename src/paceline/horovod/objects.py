@@ -41,9 +41,14 @@ def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Any], root_rank
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Copy the state and the options of the optimizer of rank `root_rank` to all ranks.
 
-    `model` is accepted for compatibility. It is not needed, because the optimizers take no step.
+    As in Horovod, parameters without a gradient get zeros as their gradients. `model` is accepted for compatibility. It
+    is not needed, because the optimizers take no step.
     """
     is_root = current().group.rank == root_rank
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank)
     if not is_root:
         optimizer.load_state_dict(state)

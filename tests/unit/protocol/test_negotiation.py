@@ -19,6 +19,7 @@ from paceline.protocol.negotiation.requests import (
     ALLTOALL,
     BARRIER,
     BROADCAST,
+    LARGE_BYTES,
     REDUCESCATTER,
     REMOVE_PROCESS_SET,
     NegotiationDecision,
@@ -299,9 +300,10 @@ def test_fusion() -> None:
         tensor("barrier", operation=BARRIER),
         tensor("adasum", reduction=ADASUM),
         tensor("adasum 2", reduction=ADASUM),
+        *(tensor(name, num_bytes=LARGE_BYTES) for name in ("large", "large 2")),
     ]
     fused = [tuple(request.name for request in operation.requests) for operation in fuse(requests, 32)]
-    assert fused == [("a", "b"), ("h", "i"), ("c",), ("barrier",), ("adasum",), ("adasum 2",)]
+    assert fused == [("a", "b"), ("h", "i"), ("c",), ("barrier",), ("adasum",), ("adasum 2",), ("large",), ("large 2",)]
     grouped = [tensor(str(number), group="g" if number in (0, 4) else "") for number in range(5)]
     fused = [tuple(request.name for request in operation.requests) for operation in fuse(grouped, 16)]
     assert fused == [("0", "4"), ("1",), ("2",), ("3",)]

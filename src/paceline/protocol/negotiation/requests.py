@@ -21,6 +21,9 @@ CHANGE_SETS: Final = (ADD_PROCESS_SET, REMOVE_PROCESS_SET)
 ADASUM: Final = "adasum"
 """A reduction that uses the norms of whole tensors, so its tensors are not fused."""
 
+LARGE_BYTES: Final = 1 << 20
+"""Tensors of this size are not fused, because the copies into and out of the fused tensor take longer than a call."""
+
 Key: TypeAlias = tuple[int, str]
 """The process set and the name of a request."""
 
@@ -105,12 +108,12 @@ NegotiationInstruction: TypeAlias = RunOperation | FailRequest | EndJoin
 
 
 def fuse(requests: Iterable[TensorRequest], threshold_bytes: int) -> list[RunOperation]:
-    """Combine all-reduces of equal kind up to `threshold_bytes`. The requests of a group stay together."""
+    """Combine small all-reduces of equal kind up to `threshold_bytes`. Small requests of a group stay together."""
     batches: list[list[TensorRequest]] = []
     newest: dict[tuple[object, ...], tuple[list[TensorRequest], int]] = {}
     groups: dict[tuple[object, ...], list[TensorRequest]] = {}
     for request in requests:
-        if request.operation != ALLREDUCE or request.reduction == ADASUM:
+        if request.operation != ALLREDUCE or request.reduction == ADASUM or request.num_bytes >= LARGE_BYTES:
             batches.append([request])
             continue
         scales = request.prescale, request.postscale
