@@ -79,7 +79,9 @@ class Negotiator:
         """The bits of the slots whose requests are pending."""
         self._foreign = 0
         """The bits of the slots that belong to process sets without this rank."""
-        self._plans: dict[int, list[NegotiationInstruction]] = {}
+        self._plans: dict[int, tuple[list[Key], list[NegotiationInstruction]]] = {}
+        """The keys and the instructions for slots that all ranks voted for."""
+        self._last_slots = 0
         self._next_set = GLOBAL_SET + 1
         self._table = RequestTable(self.process_sets)
 
@@ -103,24 +105,24 @@ class Negotiator:
             raise UsageError(
                 f"{requests[0].operation} {requests[0].name!r} was requested after join(); wait until join() returns"
             )
-        names: set[Key] = set()
-        for request in requests:
-            if request.key in self._pending or request.key in names:
+        keys = [request.key for request in requests]
+        different = set(keys)
+        for key in keys:
+            if key in self._pending or len(different) < len(keys):
                 raise UsageError(
                     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
-                    f"that is currently being processed: {request.operation} {request.name!r}. Wait for the first "
-                    "call, or pass a different tensor name"
+                    f"that is currently being processed: {key[1]!r}. Wait for the first call, or pass a different "
+                    "tensor name"
                 )
-            if request.process_set not in self.process_sets:
-                raise UsageError(f"process set {request.process_set} does not exist; call add_process_set() first")
-            names.add(request.key)
-        for request in requests:
-            self._pending[request.key] = request
-            slot = self._slots.get(request.key)
+            if key[0] not in self.process_sets:
+                raise UsageError(f"process set {key[0]} does not exist; call add_process_set() first")
+        for key, request in zip(keys, requests, strict=True):
+            self._pending[key] = request
+            slot = self._slots.get(key)
             if slot is not None and request.common() == self._cached[slot]:
                 self._ready |= 1 << slot
             else:
-                self._unreported[request.key] = request
+                self._unreported[key] = request
                 if slot is not None:
                     self._invalid.append(slot)
         self.has_news = True
@@ -151,18 +153,19 @@ class Negotiator:
         slots = bits >> _NUM_STATUS_BITS
         if not slots:
             return []
-        plan = self._plans.get(slots)
-        if plan is None:
+        if slots not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[slots] = self._plan(slots)
-        for slot in _ones(slots):
-            key = self._cached[slot].key
-            del self._slots[key]
-            self._slots[key] = slot  # now the most recently used
+            self._plans[slots] = self._plan(slots)
+        keys, instructions = self._plans[slots]
+        for key in keys:
             self._pending.pop(key, None)
         self._ready &= ~slots
-        return plan
+        if slots != self._last_slots:  # else the order of use does not change
+            self._last_slots = slots
+            for key in keys:
+                self._slots[key] = self._slots.pop(key)
+        return instructions
 
     def report(self) -> NegotiationReport:
         """Return the requests that the coordinator does not have."""
@@ -183,7 +186,7 @@ class Negotiator:
             self.joined = decision.joined
             if self._joins and self.rank in self.joined:
                 self._joins, self.has_news = False, True
-            self._plans.clear()
+            self._forget_plans()
         instructions: list[NegotiationInstruction] = []
         ready: list[TensorRequest] = []
         for response in decision.responses:
@@ -213,14 +216,13 @@ class Negotiator:
         """Return the number of the process set with these ranks, or None."""
         return next((number for number, members in self.process_sets.items() if members == tuple(ranks)), None)
 
-    def _plan(self, slots: int) -> list[NegotiationInstruction]:
+    def _plan(self, slots: int) -> tuple[list[Key], list[NegotiationInstruction]]:
         requests = [self._cached[slot] for slot in _ones(slots & ~self._foreign)]
         ready = [request for request in requests if request.root not in self.joined]
         failed = [request for request in requests if request.root in self.joined]
-        return [
-            *fuse(ready, self._threshold_bytes),
-            *(FailRequest(request.key, joined_root(request)) for request in failed),
-        ]
+        instructions: list[NegotiationInstruction] = [*fuse(ready, self._threshold_bytes)]
+        instructions += [FailRequest(request.key, joined_root(request)) for request in failed]
+        return [self._cached[slot].key for slot in _ones(slots)], instructions
 
     def _has_active_ranks(self, request: TensorRequest) -> bool:
         return not set(self.process_sets[request.process_set]) <= set(self.joined)
@@ -254,7 +256,11 @@ class Negotiator:
         self._cached[slot] = request
         if self.rank not in self.process_sets.get(request.process_set, ()):
             self._foreign |= 1 << slot
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
         self._plans.clear()
+        self._last_slots = 0
 
     def _evict(self, slot: int) -> None:
         """Remove a request from the cache. If it is pending, this rank reports it to the coordinator."""
@@ -263,7 +269,7 @@ class Negotiator:
             return
         del self._slots[request.key]
         self._free_slots.append(slot)
-        self._plans.clear()
+        self._forget_plans()
         self._foreign &= ~(1 << slot)
         if self._ready >> slot & 1:
             self._ready &= ~(1 << slot)
