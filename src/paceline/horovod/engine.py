@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from paceline.collectives import Group
-from paceline.errors import ProtocolError, first_line
+from paceline.errors import CollectiveError, ProtocolError, first_line
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import Executor, TensorEntry
 from paceline.horovod.wakeups import Wakeups
@@ -58,6 +58,8 @@ class Engine:
         self._entries: dict[Key, TensorEntry] = {}
         self._round = 0
         self._is_waiting = False
+        self._running_set = GLOBAL_SET
+        """The process set whose group runs an operation."""
         self._last_joined: int | None = None
         self._failure = ""
         self._thread = threading.Thread(target=self._serve, name="paceline-horovod", daemon=True)
@@ -133,12 +135,13 @@ class Engine:
                 self._run_round()
         except BaseException as error:
             failure = f"a collective operation failed, and Horovod ends on this rank: {first_line(error)}"
-            self._group.abort()
+            for number, group in self._executor.groups.items():
+                if number != self._running_set or not isinstance(error, CollectiveError):
+                    group.abort()  # a group whose own operation failed has notified its ranks
         with self._lock:
             self._failure = failure
-            entries = list(self._entries.values())
-            self._entries.clear()
-        self._finish(entries, failure)
+            keys = list(self._entries)
+        self._finish(keys, failure)
 
     def _wait_for_round(self) -> None:
         is_started = False
@@ -178,24 +181,28 @@ class Engine:
         for instruction in instructions:
             match instruction:
                 case RunOperation(requests):
-                    entries = self._take([request.key for request in requests])
+                    keys = [request.key for request in requests]
+                    with self._lock:
+                        entries = [self._entries.get(key) for key in keys]
                     if requests[0].operation in CHANGE_SETS:
                         self._change_groups(requests[0])
                     else:
+                        self._running_set = requests[0].process_set
                         self._executor.run(requests, entries)
-                    self._finish(entries)
+                        self._running_set = GLOBAL_SET
+                    self._finish(keys)
                 case FailRequest(key, error):
-                    self._finish(self._take([key]), error)
+                    self._finish([key], error)
                 case EndJoin(last):
                     with self._changed:
                         self._last_joined = last
                         self._changed.notify_all()
 
-    def _take(self, keys: Sequence[Key]) -> list[TensorEntry | None]:
+    def _finish(self, keys: Sequence[Key], error: str = "") -> None:
+        """Mark this rank's entries as done, and free their names."""
         with self._lock:
-            return [self._entries.pop(key, None) for key in keys]
-
-    def _finish(self, entries: Sequence[TensorEntry | None], error: str = "") -> None:
+            entries = [self._entries.pop(key, None) for key in keys]
+            self._negotiator.finished(keys)
         with self._changed:
             for entry in entries:
                 if entry is not None:

@@ -55,8 +55,8 @@ class NegotiatingRanks:
         bits = votes[0]
         for vote in votes:
             bits &= vote
-        for rank, instructions in zip(self.ranks, self.instructions, strict=True):
-            instructions += rank.agreed(bits)
+        for number, rank in enumerate(self.ranks):
+            self._carry_out(number, rank.agreed(bits))
             between()
         assert len({rank.needs_reports for rank in self.ranks}) == 1
         if self.ranks[0].needs_reports:
@@ -66,8 +66,8 @@ class NegotiatingRanks:
                 reports.append(rank.report())
                 between()
             decision = self.ranks[0].decide(reports)
-            for rank, instructions in zip(self.ranks, self.instructions, strict=True):
-                instructions += rank.decided(decision)
+            for number, rank in enumerate(self.ranks):
+                self._carry_out(number, rank.decided(decision))
                 between()
 
     def run(self) -> None:
@@ -77,6 +77,15 @@ class NegotiatingRanks:
                 return
             self.run_round()
         raise AssertionError("the rounds do not end")
+
+    def _carry_out(self, rank: int, instructions: Sequence[NegotiationInstruction]) -> None:
+        self.instructions[rank] += instructions
+        for instruction in instructions:
+            match instruction:
+                case RunOperation(requests):
+                    self.ranks[rank].finished(request.key for request in requests)
+                case FailRequest(key, _):
+                    self.ranks[rank].finished([key])
 
     def operations(self, rank: int) -> list[tuple[str, ...]]:
         """Return the names of each operation that a rank was instructed to run."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.protocol.negotiating import NegotiatingRanks, tensor
 
 from paceline.errors import UsageError
+from paceline.protocol.negotiation.negotiator import Negotiator
 from paceline.protocol.negotiation.requests import (
     ADASUM,
     ADD_PROCESS_SET,
@@ -291,6 +292,19 @@ def test_a_name_is_used_once_at_a_time() -> None:
     for call in (lambda: ranks.ranks[1].request([tensor("z")]), ranks.ranks[1].join):
         with pytest.raises(UsageError, match="join"):
             call()
+
+
+def test_a_name_is_in_use_until_its_operation_is_done() -> None:
+    alone = Negotiator(0, 1, cache_capacity=8, fusion_threshold_bytes=0)
+    for _ in range(2):  # by the coordinator's decision, then by the cache
+        alone.request([tensor("x")])
+        alone.agreed(alone.vote())
+        if alone.needs_reports:
+            alone.decided(alone.decide([alone.report()]))
+        assert not alone.has_pending
+        with pytest.raises(UsageError, match="currently being processed"):
+            alone.request([tensor("x")])
+        alone.finished([tensor("x").key])
 
 
 def test_fusion() -> None:

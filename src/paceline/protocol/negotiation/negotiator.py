@@ -19,7 +19,7 @@ in Romero et al. (NSDI 2022), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from paceline.errors import UsageError
@@ -66,6 +66,8 @@ class Negotiator:
         """Whether a rank has left. No round follows."""
         self._capacity, self._threshold_bytes = cache_capacity, fusion_threshold_bytes
         self._pending: dict[Key, TensorRequest] = {}
+        self._running: set[Key] = set()
+        """Requests of this rank whose instructions the runtime has not carried out."""
         self._unreported: dict[Key, TensorRequest] = {}
         """Pending requests that are not in the cache and that the coordinator has not received."""
         self._invalid: list[int] = []
@@ -108,7 +110,7 @@ class Negotiator:
         keys = [request.key for request in requests]
         different = set(keys)
         for key in keys:
-            if key in self._pending or len(different) < len(keys):
+            if key in self._pending or key in self._running or len(different) < len(keys):
                 raise UsageError(
                     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
                     f"that is currently being processed: {key[1]!r}. Wait for the first call, or pass a different "
@@ -159,7 +161,8 @@ class Negotiator:
             self._plans[slots] = self._plan(slots)
         keys, instructions = self._plans[slots]
         for key in keys:
-            self._pending.pop(key, None)
+            if self._pending.pop(key, None) is not None:
+                self._running.add(key)
         self._ready &= ~slots
         if slots != self._last_slots:  # else the order of use does not change
             self._last_slots = slots
@@ -193,6 +196,8 @@ class Negotiator:
             request = response.request.common()
             own = self._pending.pop(request.key, None)
             self._unreported.pop(request.key, None)
+            if own is not None:
+                self._running.add(request.key)
             if response.error:
                 instructions.append(FailRequest(request.key, response.error))
                 continue
@@ -211,6 +216,10 @@ class Negotiator:
             self._joins = False
             instructions.append(EndJoin(decision.last_joined))
         return instructions
+
+    def finished(self, keys: Iterable[Key]) -> None:
+        """Free the names of requests whose instructions the runtime has carried out."""
+        self._running.difference_update(keys)
 
     def find_process_set(self, ranks: Sequence[int]) -> int | None:
         """Return the number of the process set with these ranks, or None."""
@@ -240,6 +249,7 @@ class Negotiator:
             for key in keys:
                 del self._pending[key]
                 self._unreported.pop(key, None)
+                self._running.add(key)
             return [FailRequest(key, f"process set {number} was removed while {key[1]!r} was pending") for key in keys]
         return []
 
