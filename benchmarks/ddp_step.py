@@ -31,16 +31,21 @@ NUM_ROWS = 16
 STEPS_PER_ROUND = 5
 
 
+def make_model() -> nn.Sequential:
+    """Return the model, with the same parameters on every rank."""
+    torch.manual_seed(1)
+    layers: list[nn.Module] = []
+    for width, next_width in itertools.pairwise(WIDTHS):
+        layers += [nn.Linear(width, next_width), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
 class Trainee:
     """A model and its optimizer on one backend. The initial parameters are the same on every backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        torch.manual_seed(1)
-        layers: list[nn.Module] = []
-        for width, next_width in itertools.pairwise(WIDTHS):
-            layers += [nn.Linear(width, next_width), nn.ReLU()]
-        self.model = DistributedDataParallel(nn.Sequential(*layers[:-1]), process_group=group)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.model: nn.Module = DistributedDataParallel(make_model(), process_group=group)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
