@@ -17,7 +17,7 @@ from paceline.horovod.engine import Engine
 from paceline.horovod.execution import TensorEntry
 from paceline.horovod.process_sets import ProcessSet
 from paceline.kernels.combine import DTYPES
-from paceline.protocol.negotiation.requests import TensorRequest
+from paceline.protocol.negotiation.requests import UNNAMED, TensorRequest
 
 _DTYPES: Final = {getattr(torch, name): name for name in DTYPES}
 
@@ -74,7 +74,7 @@ def request(
         with _naming:
             index = context.num_unnamed.get(number, 0)
             context.num_unnamed[number] = index + 1
-        name = f"noname.{index}"
+        name = f"{UNNAMED}{index}"
     entries: list[TensorEntry] = []
     for place, value in enumerate(tensors):
         tensor = as_tensor(value, is_target=bool(in_place))

@@ -93,9 +93,10 @@ class Engine:
             self._wake_thread()
         with self._changed:
             self._changed.wait_for(lambda: self._last_joined is not None or self._failure)
-        if self._last_joined is None:
+            last: int | None = self._last_joined
+        if last is None:
             raise HorovodInternalError(self._failure)
-        return self._last_joined
+        return last
 
     def change_process_sets(self, operation: str, ranks: Sequence[int]) -> None:
         """Add or remove a process set. All ranks of the program must call this method."""

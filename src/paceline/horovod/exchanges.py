@@ -179,7 +179,10 @@ def join(device: int = -1) -> int:
     other reductions, and no rows to all-gathers and all-to-alls. `device` is accepted for compatibility; contributions
     are created where the operation needs them.
     """
-    return current().engine.join()
+    context = current()
+    last = context.engine.join()
+    context.num_unnamed.clear()  # the ranks have made different numbers of calls
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

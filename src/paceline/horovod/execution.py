@@ -122,7 +122,7 @@ class Executor:
         fused = self._buffer(vectors[0].dtype, sum(vector.numel() for vector in vectors))
         torch.cat(vectors, out=fused)
         result = _reduced(group, fused, requests[0], out=fused)
-        parts = result.split([vector.numel() for vector in vectors])
+        parts = torch.split(result, [vector.numel() for vector in vectors])
         plain = [(entry, part) for entry, part in zip(entries, parts, strict=True) if entry is not None]
         if all(entry.stream is None for entry, _ in plain):
             outputs = [entry.output.detach() for entry, _ in plain if entry.output is not None]

@@ -89,7 +89,8 @@ def _encode(value: Any) -> tuple[Tensor, UsageError | None]:
     except UsageError as error:
         return torch.empty(0, dtype=torch.uint8), error
     header = len(meta).to_bytes(8, "little")
-    whole = bytearray().join([header, meta, PADS[-len(meta) & 7], *encoding.parts])
+    parts: list[Any] = [header, meta, PADS[-len(meta) & 7], *encoding.parts]
+    whole = bytearray().join(parts)
     return torch.frombuffer(whole, dtype=torch.uint8), None
 
 
@@ -98,7 +99,8 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _decode(data: Tensor) -> Any:
-    view = memoryview(data.numpy())
+    array: Any = data.numpy()
+    view = memoryview(array)
     end = 8 + int.from_bytes(view[:8], "little")
     return Decoding(view[end + (-end & 7) :], Allowed(["__main__"])).decode(view[8:end])
 

@@ -75,7 +75,8 @@ class GradientReduction:
             for parameter in names:
                 if parameter.requires_grad:
                     self._units[parameter] = grouped.get(parameter, (parameter,))
-                    parameter.register_post_accumulate_grad_hook(partial(_report_gradient, weakref.ref(self)))
+                    hooked: Any = parameter
+                    hooked.register_post_accumulate_grad_hook(partial(_report_gradient, weakref.ref(self)))
 
     @property
     def is_pending(self) -> bool:

@@ -7,7 +7,7 @@ import signal
 import time
 
 import torch
-from horovod_calls import raises
+from horovod_calls import raises  # type: ignore[import-not-found]
 
 import paceline.horovod as hvd
 

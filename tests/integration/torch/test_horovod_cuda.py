@@ -19,7 +19,7 @@ def main() -> None:
 
     hvd.init()
     rank = hvd.rank()
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(torch.cuda.Stream()):
         for step in range(20):
             large = torch.full((1 << 22,), float(rank), device="cuda")
             for _ in range(20):

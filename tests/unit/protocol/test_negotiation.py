@@ -308,9 +308,10 @@ def test_a_name_is_in_use_until_its_operation_is_done() -> None:
 
 
 def test_fusion() -> None:
-    half = {"dtype": "float16"}
+    half: dict[str, Any] = {"dtype": "float16"}
+    none: dict[str, Any] = {}
     requests = [
-        *(tensor(name, **fields) for name, fields in (("a", {}), ("h", half), ("b", {}), ("c", {}), ("i", half))),
+        *(tensor(name, **fields) for name, fields in (("a", none), ("h", half), ("b", none), ("c", none), ("i", half))),
         tensor("barrier", operation=BARRIER),
         tensor("adasum", reduction=ADASUM),
         tensor("adasum 2", reduction=ADASUM),

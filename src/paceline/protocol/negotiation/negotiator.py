@@ -28,6 +28,7 @@ from paceline.protocol.negotiation.requests import (
     CHANGE_SETS,
     GLOBAL_SET,
     REMOVE_PROCESS_SET,
+    UNNAMED,
     EndJoin,
     FailRequest,
     Key,
@@ -254,7 +255,7 @@ class Negotiator:
         return []
 
     def _add_to_cache(self, request: TensorRequest) -> None:
-        if not self._capacity:
+        if not self._capacity or request.name.startswith(UNNAMED):
             return
         slot = self._slots.get(request.key)
         if slot is not None:

@@ -21,6 +21,8 @@ CHANGE_SETS: Final = (ADD_PROCESS_SET, REMOVE_PROCESS_SET)
 ADASUM: Final = "adasum"
 """A reduction that uses the norms of whole tensors, so its tensors are not fused."""
 
+UNNAMED: Final = "noname."
+"""The prefix of names that are used once. They are not in the cache."""
 LARGE_BYTES: Final = 1 << 20
 """Tensors of this size are not fused, because the copies into and out of the fused tensor take longer than a call."""
 
