@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.horovod.context import current
-from paceline.horovod.engine import Engine
+from paceline.horovod.engine import HorovodEngine
 from paceline.horovod.execution import TensorEntry
 from paceline.horovod.process_sets import ProcessSet
 from paceline.kernels.combine import DTYPES
@@ -22,13 +22,19 @@ from paceline.protocol.negotiation.requests import UNNAMED, TensorRequest
 _DTYPES: Final = {getattr(torch, name): name for name in DTYPES}
 
 
-class PendingCall:
+class HorovodCall:
     """A call whose handle the user has: its entries and the form of its result."""
 
     __slots__ = ("are_arrays", "engine", "entries", "is_list", "splits")
 
     def __init__(
-        self, engine: Engine, entries: Sequence[TensorEntry], are_arrays: Sequence[bool], *, is_list: bool, splits: Any
+        self,
+        engine: HorovodEngine,
+        entries: Sequence[TensorEntry],
+        are_arrays: Sequence[bool],
+        *,
+        is_list: bool,
+        splits: Any,
     ) -> None:
         """`splits` is a tensor like the received splits of an all-to-all, and None for other operations."""
         self.engine, self.entries, self.are_arrays, self.is_list = engine, entries, are_arrays, is_list
@@ -42,7 +48,7 @@ class PendingCall:
         return results if self.is_list else results[0]
 
 
-_calls: dict[int, PendingCall] = {}
+_calls: dict[int, HorovodCall] = {}
 _handles = itertools.count()
 _naming = threading.Lock()
 
@@ -97,7 +103,7 @@ def request(
         context.engine.submit(entries)
     handle = next(_handles)
     are_arrays = [not isinstance(value, Tensor) for value in tensors]
-    _calls[handle] = PendingCall(context.engine, entries, are_arrays, is_list=is_grouped, splits=splits)
+    _calls[handle] = HorovodCall(context.engine, entries, are_arrays, is_list=is_grouped, splits=splits)
     return handle
 
 

@@ -14,7 +14,7 @@ from paceline import collectives
 from paceline.collectives import DEFAULT_TIMEOUT, Group
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.horovod.engine import Engine
+from paceline.horovod.engine import HorovodEngine
 from paceline.horovod.process_sets import ProcessSet, global_process_set, register_global_set
 from paceline.meeting.node import memory_domain
 from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET
@@ -26,7 +26,7 @@ _CACHE_CAPACITY: Final = 1024
 class Context:
     """The engine of this rank and the places of all ranks, between :func:`init` and :func:`shutdown`."""
 
-    def __init__(self, group: Group, engine: Engine, local_rank: int | None) -> None:
+    def __init__(self, group: Group, engine: HorovodEngine, local_rank: int | None) -> None:
         """`local_rank` is the launcher's number of this rank on its machine, if it is known."""
         self.group, self.engine = group, engine
         hosts: dict[str, list[int]] = {}
@@ -75,7 +75,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] |
     if group is None:
         raise UsageError(f"rank {_all_ranks.rank} called init(comm={list(comm or ())}), which does not contain it")
     threshold, capacity = variables.horovod_fusion_threshold, variables.horovod_cache_capacity
-    engine = Engine(
+    engine = HorovodEngine(
         group,
         fusion_threshold_bytes=_FUSION_THRESHOLD_BYTES if threshold is None else threshold,
         cache_capacity=_CACHE_CAPACITY if capacity is None else capacity,

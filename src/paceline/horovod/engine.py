@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from paceline.collectives import Group
-from paceline.errors import CollectiveError, ProtocolError, first_line
+from paceline.errors import CollectiveError, first_line
 from paceline.horovod.errors import HorovodInternalError
-from paceline.horovod.execution import Executor, TensorEntry
+from paceline.horovod.execution import TensorEntry, TensorExecutor
 from paceline.horovod.wakeups import Wakeups
 from paceline.protocol.negotiation.negotiator import Negotiator
 from paceline.protocol.negotiation.requests import (
@@ -29,6 +29,7 @@ from paceline.protocol.negotiation.requests import (
     RunOperation,
     TensorRequest,
 )
+from paceline.transport import read_meta
 
 _IDLE: Final = timedelta(days=1)
 _CHECK: Final = timedelta(seconds=1)
@@ -37,10 +38,9 @@ _SHUT_DOWN: Final = (
     "Horovod has been shut down: a rank has called shutdown() or has ended, while other ranks still request "
     "collective operations; call shutdown() on all ranks after the last operation"
 )
-_Message = TypeVar("_Message", NegotiationReport, NegotiationDecision)
 
 
-class Engine:
+class HorovodEngine:
     """Runs the requests of one rank. All methods are thread-safe."""
 
     def __init__(self, group: Group, *, cache_capacity: int, fusion_threshold_bytes: int) -> None:
@@ -48,7 +48,7 @@ class Engine:
         self._negotiator = Negotiator(
             group.rank, group.size, cache_capacity=cache_capacity, fusion_threshold_bytes=fusion_threshold_bytes
         )
-        self._executor = Executor(self._negotiator.process_sets)
+        self._executor = TensorExecutor(self._negotiator.process_sets)
         self._executor.groups[GLOBAL_SET] = group
         self._wakeups = Wakeups(group)
         self._lock = threading.Lock()
@@ -169,11 +169,13 @@ class Engine:
         if self._negotiator.needs_reports:
             with self._lock:
                 report = self._negotiator.report()
-            reports = self._group.gather_objects(report)
-            decision = None
+            reports = self._group.gather_objects(msgspec.msgpack.encode(report))
+            data = b""
             if reports is not None:
-                decision = self._negotiator.decide([_convert(value, NegotiationReport) for value in reports])
-            decision = _convert(self._group.broadcast_object(decision), NegotiationDecision)
+                decoded = [read_meta(text, NegotiationReport, "a report of the negotiation") for text in reports]
+                data = msgspec.msgpack.encode(self._negotiator.decide(decoded))
+            data = self._group.broadcast_object(data)
+            decision = read_meta(data, NegotiationDecision, "a decision of the negotiation")
             with self._lock:
                 instructions = self._negotiator.decided(decision)
             self._carry_out(instructions)
@@ -220,10 +222,3 @@ class Engine:
             return
         for number in [number for number in self._executor.groups if number not in self._negotiator.process_sets]:
             self._executor.groups.pop(number).close()
-
-
-def _convert(value: object, kind: type[_Message]) -> _Message:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(f"got an invalid message of the negotiation: {error}") from None

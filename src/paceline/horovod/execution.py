@@ -67,7 +67,7 @@ class TensorEntry:
             self.output.detach().copy_(result)
 
 
-class Executor:
+class TensorExecutor:
     """Runs operations one after another."""
 
     def __init__(self, process_sets: Mapping[int, tuple[int, ...]]) -> None:
