@@ -27,11 +27,11 @@ from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.tables.memory.limit import MemoryLimit as MemoryLimit
 from paceline.temporary import TemporaryFolder
 from paceline.transport import TLS, Address, Hello, SocketTransport
+from paceline.transport.backoff import reach
 from paceline.transport.security.authentication import check_or_make_token, check_token
 
 from .fork_server import CHILD, MALLOC, ForkError, ForkServer, module_command
 from .kernels import prepare_kernels
-from .roles import reach
 from .supervisor import Child, ChildProcess, Supervisor, describe_status, spawn
 
 _logger = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ import contextlib
 import math
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError, PeerError
+from paceline.errors import PacelineError, PeerError
 from paceline.protocol import Role
 from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
@@ -23,7 +22,7 @@ from paceline.ps.pulse import Pulse
 from paceline.ps.scheduler.link import LinkHooks
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
-from paceline.transport.backoff import Backoff
+from paceline.transport.backoff import once_after, reach
 
 from .supervisor import watch_parent
 
@@ -32,8 +31,6 @@ _SOON_S = 1.0
 _PATIENCE = 4.0  # heartbeat intervals after which an event loop that has not run counts as hung
 _RECONNECT_S = 60.0
 _CONNECT_S = 5.0
-_FIRST_PAUSE_S = 0.02
-_LONGEST_PAUSE_S = 0.25
 _Reached = TypeVar("_Reached")
 
 
@@ -57,38 +54,6 @@ class Joining:
         transport, hello = self.transport(), Hello(role="observer", to="scheduler")
         check = once_after(_SOON_S, on_wait)
         reach(lambda: transport.connect(self.scheduler, hello, timeout_s=_CONNECT_S), patience_s, check).close()
-
-
-def once_after(seconds: float, report: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `report` once, at its first call after some seconds."""
-    due_s = time.monotonic() + seconds
-
-    def check() -> None:
-        nonlocal due_s
-        if time.monotonic() >= due_s:
-            due_s = math.inf
-            report()
-
-    return check
-
-
-def reach(
-    connect: Callable[[], _Reached],
-    patience_s: float,
-    check: Callable[[], None] = lambda: None,
-    *,
-    name: str = "the scheduler",
-) -> _Reached:
-    """Call `check` and `connect` until the process called `name` answers. Raises DeadlineError after `patience_s`."""
-    deadline, backoff = time.monotonic() + patience_s, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-    while True:
-        check()
-        try:
-            return connect()
-        except (AddressError, ConnectionLostError, DeadlineError) as error:
-            if time.monotonic() >= deadline:
-                raise DeadlineError(f"{name} did not answer within {patience_s:g} s: {error}") from None
-        time.sleep(backoff.next_s(deadline - time.monotonic()))
 
 
 def run_scheduler(

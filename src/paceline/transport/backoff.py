@@ -1,9 +1,17 @@
-"""Pauses between attempts to reach a peer."""
+"""Repeated attempts to reach a peer, and the pauses between them."""
 
 from __future__ import annotations
 
 import math
 import secrets
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from paceline.errors import AddressError, ConnectionLostError, DeadlineError
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
+_Reached = TypeVar("_Reached")
 
 
 class Backoff:
@@ -25,3 +33,35 @@ class Backoff:
 
     def reset(self) -> None:
         self._pause_s = self._first_s
+
+
+def once_after(seconds: float, report: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls `report` once, at its first call after some seconds."""
+    due_s = time.monotonic() + seconds
+
+    def check() -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s:
+            due_s = math.inf
+            report()
+
+    return check
+
+
+def reach(
+    connect: Callable[[], _Reached],
+    patience_s: float,
+    check: Callable[[], None] = lambda: None,
+    *,
+    name: str = "the scheduler",
+) -> _Reached:
+    """Call `check` and `connect` until the process called `name` answers. Raises DeadlineError after `patience_s`."""
+    deadline, backoff = time.monotonic() + patience_s, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+    while True:
+        check()
+        try:
+            return connect()
+        except (AddressError, ConnectionLostError, DeadlineError) as error:
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"{name} did not answer within {patience_s:g} s: {error}") from None
+        time.sleep(backoff.next_s(deadline - time.monotonic()))

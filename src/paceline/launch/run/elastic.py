@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from paceline.closing import Closing
 from paceline.launch.engines.engine import report
-from paceline.launch.roles import once_after, reach
 from paceline.launch.run.plan import RankPlan
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.setup import PATIENCE_S
@@ -23,7 +22,7 @@ from paceline.protocol.launchers import Launchers
 from paceline.protocol.quorum import Coordinator
 from paceline.strategies import ElasticOptions
 from paceline.transport import TLS, Address
-from paceline.transport.backoff import Backoff
+from paceline.transport.backoff import Backoff, once_after, reach
 
 _REPORT_TIMEOUT_S: Final = 300.0
 """Time limit for the ranks' reports after a failure. It is long: ranks may compute for minutes before they report."""
