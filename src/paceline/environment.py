@@ -105,6 +105,8 @@ class Environment:
     """``HOROVOD_GLOO_TIMEOUT_SECONDS``: timeout of each collective call of ``paceline.horovod``."""
     is_horovod_elastic: bool = False
     """``HOROVOD_ELASTIC``: whether a distributed optimizer of Horovod's API averages gradients on a single rank too."""
+    coordinator: str | None = None
+    """``PACELINE_COORDINATOR``: address of ``paceline coordinator``, as ``host:port``."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -185,6 +187,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         horovod_cache_capacity=_integer(found, "HOROVOD_CACHE_CAPACITY"),
         horovod_timeout_s=_integer(found, "HOROVOD_GLOO_TIMEOUT_SECONDS", 1),
         is_horovod_elastic=found.get("HOROVOD_ELASTIC") == "1",
+        coordinator=found.get("PACELINE_COORDINATOR") or None,
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from paceline.launch import prepare_kernels
 
-from .collectives import CoordinatorEpisode, HeadsEpisode, PointToPointEpisode, StoreEpisode
+from .collectives import CoordinatorEpisode, HeadsEpisode, OwnLaunchersEpisode, PointToPointEpisode, StoreEpisode
 from .files import FilesEpisode
 from .handshakes import HandshakeEpisode
 from .listening import Episode, FoundError, play
@@ -28,7 +28,7 @@ from .server import BoundedServer, EventualServer, SequentialServer
 
 LISTENERS: tuple[type[Episode], ...] = (
     EventualServer, BoundedServer, SequentialServer, SchedulerEpisode, Recovering, StoreEpisode, HeadsEpisode,
-    CoordinatorEpisode,    PointToPointEpisode, HandshakeEpisode, FilesEpisode,
+    CoordinatorEpisode, OwnLaunchersEpisode, PointToPointEpisode, HandshakeEpisode, FilesEpisode,
 )  # fmt: skip
 EPISODE_FRAMES = 1000
 HANG_S = 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from tests.memory_transport import MemoryTransport
@@ -18,10 +18,18 @@ from paceline.collectives.p2p.pending import ABORT, MESSAGE, Receiving, pack
 from paceline.collectives.p2p.progress import READ
 from paceline.collectives.p2p.streams import Incoming, Outgoing, deliver
 from paceline.errors import PacelineError, ProtocolError
-from paceline.meeting.coordinator import CoordinatedStore
+from paceline.meeting.coordinator import NUM_RANKS, CoordinatedStore
 from paceline.meeting.network_store import LIMITS, CollectRequest, ServedStore, StoreCall, StoreRequest
 from paceline.meeting.node import NodeInfo
-from paceline.protocol.launchers import LauncherEnd, LauncherHeartbeat, LauncherRequest, Launchers, RankEnd, RankStart
+from paceline.protocol.launchers import (
+    LauncherEnd,
+    LauncherHeartbeat,
+    LauncherRequest,
+    Launchers,
+    OwnLaunchers,
+    RankEnd,
+    RankStart,
+)
 from paceline.protocol.quorum import Coordinator, JoinRequest, LeaveNotice, QuorumReport
 from paceline.transport import Address, Endpoint, Hello, Listener
 
@@ -36,6 +44,8 @@ class StoreEpisode(Episode):
 
     name = "store"
     weight = 10
+    extra: ClassVar[dict[str, int | str]] = {}
+    """Fields of the attackers' Hellos."""
 
     def make_store(self) -> ServedStore:
         """Return the handler of all requests."""
@@ -46,7 +56,8 @@ class StoreEpisode(Episode):
         self.listener: Listener = await transport.serve(self.make_store(), Hello(role="rank"))
         target = self.listener.endpoint
         self.attackers = [
-            Attacker(self.random, self.mutator, transport, target, Hello(role="rank", rank=rank)) for rank in (1, 2)
+            Attacker(self.random, self.mutator, transport, target, Hello(role="rank", rank=rank, extra=self.extra))
+            for rank in (1, 2)
         ]
         self.honest = Line(transport, target, Hello(role="rank", rank=3))
         self.honest.exchange(StoreCall.SET, meta=msgspec.msgpack.encode(StoreRequest("honest")), body=b"value")
@@ -80,6 +91,7 @@ class CoordinatorEpisode(StoreEpisode):
 
     name = "coordinator"
     weight = 5
+    extra: ClassVar[dict[str, int | str]] = {NUM_RANKS: 3}
 
     def make_store(self) -> ServedStore:
         coordinator = Coordinator(range(3), min_ranks=0, max_ranks=3, report_timeout_s=0.01)
@@ -116,6 +128,17 @@ class CoordinatorEpisode(StoreEpisode):
                 LauncherEnd(node, launcher),
             )
         )
+
+
+class OwnLaunchersEpisode(CoordinatorEpisode):
+    """The coordinator of ranks that are their own launchers."""
+
+    name = "own launchers"
+    extra: ClassVar[dict[str, int | str]] = {NUM_RANKS: 0}
+
+    def make_store(self) -> ServedStore:
+        coordinator = Coordinator(min_ranks=0, max_ranks=3, report_timeout_s=0.01, num_places=2, start_timeout_s=0.01)
+        return CoordinatedStore(coordinator, OwnLaunchers(timeout_s=0.01), lambda member: None)
 
 
 CALL = CollectiveCall("all_reduce", "float32", (4, 5), "sum")

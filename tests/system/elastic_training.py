@@ -18,7 +18,11 @@ import paceline.torch as pt
 
 victims = {int(number) for number in sys.argv[1].split(",") if number}
 last = int(sys.argv[2])
-incarnation = int(os.environ["PACELINE_INCARNATION"])
+if "PACELINE_INCARNATION" in os.environ:
+    incarnation = int(os.environ["PACELINE_INCARNATION"])
+else:
+    number, restarts = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"))
+    incarnation = int(sys.argv[3]) + number + 10 * restarts
 strategy = pt.strategy(bucket_mb=0.0001)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -80,7 +84,9 @@ own = "/".join(map(repr, [optimizer.param_groups[0]["lr"], *own]))
 moments = sum(entry["exp_avg"].double().sum().item() for entry in optimizer.state.values())
 print(f"ends {incarnation} {epoch} {values.double().sum().item()!r} {moments!r} {own}", f"loss={loss}", flush=True)
 """
-"""Arguments: the incarnations to kill, and the incarnation that must join before the end."""
+"""Arguments: the incarnations to kill, the incarnation that must join before the end, and, without ``paceline run``,
+the incarnation of this process, or of the first process of this torchrun.
+"""
 
 
 def ends(finished: Finished) -> dict[int, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""``paceline scheduler | server | worker``: run one process of a cluster."""
+"""``paceline scheduler | server | worker | coordinator``: run one process of a cluster, or of an elastic training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.command_options import option
-from paceline.launch.flags import SCHEDULER_PORT, FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
+from paceline.launch.flags import (
+    COORDINATOR_PORT,
+    SCHEDULER_PORT,
+    FilterModuleFlags,
+    MemoryFlags,
+    PushFlags,
+    TLSFlags,
+)
+from paceline.strategies import ElasticFlags
 
 from . import options
 from .parameters import expand_flags
@@ -20,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.transport import TLS
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free port.")]
 Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait until the scheduler answers.")]
 _WAIT_S = 60.0
 
@@ -56,7 +65,7 @@ def scheduler(
     *,
     cluster: ClusterFlags,
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free port.")] = SCHEDULER_PORT,
+    port: Port = SCHEDULER_PORT,
     replaces: Annotated[
         bool,
         typer.Option("--replaces", help="Wait for the previous cluster's members before starting a new cluster."),
@@ -98,7 +107,7 @@ def server(
     scheduler: options.Scheduler = None,
     token_file: options.TokenFile = None,
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free port.")] = 0,
+    port: Port = 0,
     rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; default: the next free rank.")] = None,
     join: Annotated[bool, typer.Option("--join", help="Join a running cluster that has all its servers.")] = False,
     memory: MemoryFlags,
@@ -158,6 +167,49 @@ def worker(
         joining.scheduler,
         rank=rank,
         on_ready=lambda own: typer.echo(f"paceline worker {own}: joined the cluster at {joining.scheduler}"),
+    )
+
+
+@expand_flags
+def coordinator(
+    *,
+    elastic: ElasticFlags,
+    max_ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Begin with this many ranks. No more take part. Default: begin with --min-ranks, no limit."
+        ),
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = COORDINATOR_PORT,
+    wait: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Seconds to wait for --max-ranks after the first rank; then at least --min-ranks begin."
+        ),
+    ] = 300.0,
+    heartbeat_timeout: Annotated[
+        float, typer.Option(min=0.5, help="Seconds without a message before a rank is declared lost.")
+    ] = 30.0,
+    tls: TLSFlags,
+) -> None:
+    """Coordinate an elastic training whose ranks start without paceline run, until it ends.
+
+    The ranks find the coordinator by the variable PACELINE_COORDINATOR.
+
+    Example: paceline coordinator --min-ranks 1 --max-ranks 4 --host 0.0.0.0
+    """
+    from paceline.launch import run_coordinator
+
+    run_coordinator(
+        elastic,
+        max_ranks=max_ranks,
+        address=_address(host, port),
+        tls=tls.load(),
+        start_timeout_s=wait,
+        heartbeat_timeout_s=heartbeat_timeout,
+        on_ready=lambda place: typer.echo(f"paceline coordinator: ready for PACELINE_COORDINATOR={place.netloc}"),
+        on_note=lambda text: typer.echo(f"paceline coordinator: {text}", err=True),
     )
 
 

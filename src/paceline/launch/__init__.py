@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from paceline.on_demand import import_on_demand
 
 if TYPE_CHECKING:
+    from .coordinator import run_coordinator
     from .kernels import load_kernels, prepare_kernels
     from .local import LocalCluster, MemoryLimit, connect, local_cluster
     from .roles import Joining, run_scheduler, run_server
@@ -24,6 +25,7 @@ __all__ = [
     "load_kernels",
     "local_cluster",
     "prepare_kernels",
+    "run_coordinator",
     "run_on_engine",
     "run_scheduler",
     "run_script",
@@ -34,6 +36,7 @@ __all__ = [
 __getattr__ = import_on_demand(
     __name__,
     {
+        ".coordinator": ("run_coordinator",),
         ".kernels": ("load_kernels", "prepare_kernels"),
         ".local": ("LocalCluster", "MemoryLimit", "connect", "local_cluster"),
         ".roles": ("Joining", "run_scheduler", "run_server"),

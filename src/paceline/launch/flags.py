@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 SCHEDULER_PORT: Final = 7337
+COORDINATOR_PORT: Final = 7338
 RENDEZVOUS_PORT: Final = 29500
-"""The default ports of ``paceline scheduler`` and of ``paceline run`` on several machines."""
+"""The default ports of ``paceline scheduler``, ``paceline coordinator`` and ``paceline run`` on several machines."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ The coordinator forms *quorums*, which are numbered sets of ranks that train tog
 :func:`request_quorum`, and the answer arrives when the next quorum starts. The ranks of quorum 5 use keys of the store
 that begin with ``quorum 5/``. These keys are removed when quorum 6 starts, or when a rank of quorum 5 is lost.
 
-The launcher of node 0 owns a :class:`CoordinatorServer`. The launchers of other nodes report the starts and ends of
-their ranks through a :class:`~paceline.meeting.coordinator_client.CoordinatorClient`.
+The launcher of node 0, or ``paceline coordinator``, owns a :class:`CoordinatorServer`. The launchers of other nodes
+report the starts and ends of their ranks through a :class:`~paceline.meeting.coordinator_client.CoordinatorClient`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 import msgspec
 from typing_extensions import override
 
 from paceline.closing import Closing
-from paceline.errors import PacelineError, RankLostError, UsageError
+from paceline.errors import PacelineError, RankLostError
 from paceline.meeting.network_store import NetworkStore, ServedStore, StoreCall, StoreServer
 from paceline.protocol.launchers import (
     LauncherAnswer,
@@ -55,7 +55,9 @@ from paceline.transport.security.authentication import Hello
 COORDINATOR = "coordinator"
 """The role of the server in its Hello (the identity that it sends in the handshake)."""
 NUM_RANKS = "num_ranks"
-"""The field of a launcher's Hello with the number of ranks on all nodes."""
+"""The field of a launcher's Hello with the number of ranks on all nodes; 0 from a rank that is its own launcher."""
+OPTIONS, TIMEOUT_MS = "options", "timeout_ms"
+"""Fields of the Hello of ``paceline coordinator``: the strategy's options, and the time limit of silent ranks."""
 NEWCOMERS = "newcomers"
 """The key that is set, with the prefix of the current quorum, when new processes wait to join."""
 END = "end"
@@ -130,19 +132,16 @@ class CoordinatedStore(ServedStore):
             self.lose(self.launchers.disconnected(*launcher))
 
     def _answer_launcher(self, peer: Peer, request: LauncherRequest) -> None:
-        num_ranks = peer.hello.extra.get(NUM_RANKS)
-        if num_ranks != self.launchers.num_ranks:
-            raise UsageError(
-                f"node {request.node} was started for {num_ranks} ranks, and node 0 for {self.launchers.num_ranks}. "
-                "Pass the same --nnodes and --nproc-per-node on all nodes"
-            )
-        self.lose(self.launchers.request_received(request, time.monotonic()))
+        time_s = time.monotonic()
+        self.launchers.check_size(request.node, peer.hello.extra.get(NUM_RANKS))
+        self.lose(self.launchers.request_received(request, time_s, peer.hello.name))
         self._connections[request.node, request.launcher] = peer
-        member, has_joined = 0, False
+        member, has_joined, is_newcomer = 0, False, False
         match request:
             case RankStart():
                 member = self.launchers.start(request)
-                self.coordinator.started(member)
+                self.coordinator.started(member, time_s)
+                is_newcomer = self.coordinator.is_newcomer(member)
             case RankEnd():
                 has_joined = self.coordinator.has_joined(request.member)
                 self.launchers.ended(request)
@@ -150,7 +149,8 @@ class CoordinatedStore(ServedStore):
             case LauncherEnd():
                 del self._connections[request.node, request.launcher]
                 self.lose(self.launchers.launcher_ended(request))
-        answer = LauncherAnswer(self.failure, self.launchers.lost_members(request.node), member, has_joined)
+        lost = self.launchers.lost_members(request.node)
+        answer = LauncherAnswer(self.failure, lost, member, has_joined, is_newcomer)
         peer.send(*frame_parts(StoreCall.DONE, body=msgspec.msgpack.encode(answer)))
         self._set_timer()
 
@@ -265,10 +265,13 @@ class CoordinatorServer(CoordinatorAccess):
         token: str,
         tls: TLS | None,
         expel: Callable[[int], None],
+        *,
+        extra: Mapping[str, int | str] | None = None,
     ) -> None:
-        """Start the server. Raises AddressError if it cannot listen at the address."""
+        """Start the server. `extra` are fields of its Hello. Raises AddressError if it cannot listen at the address."""
         self._store = CoordinatedStore(coordinator, launchers, expel)
-        self._server = StoreServer(address, token, Hello(role=COORDINATOR), tls, store=self._store)
+        hello = Hello(role=COORDINATOR, extra=dict(extra or {}))
+        self._server = StoreServer(address, token, hello, tls, store=self._store)
         self.address = self._server.address
 
     @property
@@ -280,6 +283,12 @@ class CoordinatorServer(CoordinatorAccess):
     @override
     def must_serve(self) -> bool:
         return self._server.call(lambda: self._store.launchers.are_needed)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the training has ended on all ranks, and all launchers have left."""
+        store = self._store
+        return self._server.call(lambda: store.coordinator.is_over and not store.launchers.are_needed)
 
     @override
     def started(self, rank: int) -> int:
@@ -311,5 +320,5 @@ class CoordinatorServer(CoordinatorAccess):
     @override
     def close(self) -> None:
         if self._store.failure is None:
-            self._store.failure = "the launcher of node 0 has ended"  # for launchers that still send requests
+            self._store.failure = "the coordinator has ended"  # for launchers that still send requests
         self._server.close()

@@ -1,4 +1,4 @@
-"""The access of a launcher on another node to the coordinator of an elastic training."""
+"""The access of a launcher on another node, or of a rank, to the coordinator of an elastic training."""
 
 from __future__ import annotations
 
@@ -50,26 +50,39 @@ class CoordinatorClient(CoordinatorAccess):
         tls: TLS | None,
         expel: Callable[[int], None],
         *,
-        node: int,
+        node: int | None,
         num_ranks: int,
         timeout_s: float,
+        own_name: str = "",
+        name: str = "node 0",
     ) -> None:
         """Connect to the coordinator. `num_ranks` is the number of ranks on all nodes.
 
-        Raises the errors of :meth:`Transport.connect`.
+        A rank that is its own launcher has no `node`. The coordinator's notes contain `own_name`, and the errors of
+        this client contain `name`, the coordinator's name. Raises the errors of :meth:`Transport.connect`.
         """
-        self._node, self._number = node, secrets.randbits(48)
-        self._timeout_s = timeout_s
+        self._number = secrets.randbits(48)
+        self._node = self._number if node is None else node
+        self._timeout_s, self._name = timeout_s, name
         self._expel = expel
         self._failure: str | None = None
         self._serials = itertools.count()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         hello = Hello(
-            role="launcher", rank=node, incarnation=self._number, extra={NUM_RANKS: num_ranks}, to=COORDINATOR
+            role="launcher",
+            rank=node or 0,
+            incarnation=self._number,
+            name=own_name,
+            extra={NUM_RANKS: num_ranks},
+            to=COORDINATOR,
         )
         self._store = NetworkStore(address, token, hello, timeout_s=timeout_s, tls=tls)
         self._thread = threading.Thread(target=self._send_heartbeats, name="paceline-launcher", daemon=True)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start the thread that sends heartbeats."""
         self._thread.start()
 
     @property
@@ -79,8 +92,11 @@ class CoordinatorClient(CoordinatorAccess):
 
     @override
     def started(self, rank: int) -> int | None:
-        answer = self._request(RankStart(self._node, self._number, next(self._serials), rank))
+        answer = self._request_start(rank)
         return None if answer is None else answer.member
+
+    def _request_start(self, rank: int | None) -> LauncherAnswer | None:
+        return self._request(RankStart(self._node, self._number, next(self._serials), rank))
 
     @override
     def ended(self, member: int, *, is_failure: bool) -> bool:
@@ -94,6 +110,11 @@ class CoordinatorClient(CoordinatorAccess):
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(min(_HEARTBEAT_S, self._timeout_s / 4)) and self._failure is None:
             self._request(LauncherHeartbeat(self._node, self._number))
+        if self._failure is not None and not self._stop.is_set():
+            self._failed(self._failure)
+
+    def _failed(self, reason: str) -> None:
+        """Called in the thread after a failure."""
 
     def _request(self, request: LauncherRequest) -> LauncherAnswer | None:
         """Return the coordinator's answer; None after a failure or after :meth:`close`."""
@@ -104,9 +125,9 @@ class CoordinatorClient(CoordinatorAccess):
             except (RankLostError, UsageError) as error:  # the coordinator rejects this launcher
                 self._failure = str(error)
             except PacelineError as error:
-                is_refused = isinstance(error.__context__, ConnectionRefusedError)  # the launcher of node 0 has ended
+                is_refused = isinstance(error.__context__, ConnectionRefusedError)  # the coordinator has ended
                 if is_refused or time.monotonic() >= deadline_s:
-                    self._failure = f"node 0 does not answer: {error}"
+                    self._failure = f"{self._name} does not answer: {error}"
                 else:
                     self._stop.wait(_HEARTBEAT_S)
         return None

@@ -8,6 +8,7 @@ client has one connection for each concurrent call, so that a waiting COLLECT do
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -270,6 +271,15 @@ class NetworkStore(Store):
     @override
     def delete(self, key: str) -> None:
         self.call(StoreCall.DELETE, self._answer_s, meta=msgspec.msgpack.encode(StoreRequest(key)))
+
+    def disown(self) -> None:
+        """In a forked child, close its copies of the connections, so that they end with the parent."""
+        self._is_closed = True
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in [channel.fileno() for channel in (*self._idle, *self._busy)]:
+            if number >= 0:
+                os.dup2(null, number, inheritable=False)  # os.close() would free the number that the channel still has
+        os.close(null)
 
     @override
     def close(self) -> None:

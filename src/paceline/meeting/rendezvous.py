@@ -175,14 +175,19 @@ def find_rank(variables: Environment, rank: int | None = None, world_size: int |
 
 def _places(address: str | None, world_size: int, variables: Environment) -> list[Address]:
     if address is not None:
-        place = Address.parse(address)
-        if place.scheme != "tcp" or not place.port:
-            raise UsageError(f"got the rendezvous {address!r}, expected host:port with a port from 1 up")
-        return [place]
+        return [parse_place(address)]
     place = default_place(world_size, variables)
     if not variables.has_agent_store:
         return [place]
     return [Address("tcp", place.host, place.port + shift) for shift in range(1, _NUM_AGENT_PORTS + 1)]
+
+
+def parse_place(text: str) -> Address:
+    """Parse the address at which processes meet. Raises AddressError or UsageError."""
+    place = Address.parse(text)
+    if place.scheme != "tcp" or not place.port:
+        raise UsageError(f"got {text!r}, expected host:port with a port from 1 up")
+    return place
 
 
 def default_place(world_size: int, variables: Environment) -> Address:

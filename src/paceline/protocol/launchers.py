@@ -6,18 +6,23 @@ records. The other launchers send it a request at each start and end of a rank, 
 ranks continue without them. If a lost launcher sends a request again, the answer names its lost ranks. That launcher
 then kills these ranks and starts new ones. A new launcher with the number of a node replaces the old launcher.
 
+Other launchers, such as torchrun, send no requests. Their ranks send the requests themselves: each rank is its own
+launcher, and the number of its node is its launcher's number. :class:`OwnLaunchers` has their records.
+
 A *member* is the incarnation of a rank's process, as in :mod:`paceline.protocol.quorum`. Pure: the runtime is
 :mod:`paceline.meeting.coordinator`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
+from typing_extensions import override
 
-from paceline.errors import RankLostError
+from paceline.errors import RankLostError, UsageError
 from paceline.protocol.bounds import Number
 
 # Requests of launchers, and the answer.
@@ -30,7 +35,8 @@ class RankStart(Struct, frozen=True, array_like=True, tag=True):
     launcher: Number
     serial: Number
     """The number of this start among those of the launcher. A repeated request has the same serial number."""
-    rank: Number
+    rank: Number | None
+    """None from a rank that is its own launcher, because it has no number before it joins."""
 
 
 class RankEnd(Struct, frozen=True, array_like=True, tag=True):
@@ -70,12 +76,15 @@ class LauncherAnswer(Struct, frozen=True, array_like=True):
     """After a RankStart: the member to start."""
     has_joined: bool = False
     """After a RankEnd: whether the member took part in the training."""
+    is_newcomer: bool = False
+    """After a RankStart: whether the member enters a quorum after the first one."""
 
 
 @dataclass(slots=True)
 class _Launcher:
     number: int
     """A random number, different for each launcher."""
+    name: str
     last_request_s: float
     members: dict[int, int] = field(default_factory=dict)
     """Serial number of the start → member, for the living members."""
@@ -124,7 +133,15 @@ class Launchers:
             times.append(self._start_by_s)
         return min(times, default=None)
 
-    def new_member(self, rank: int) -> int:
+    def check_size(self, node: int, num_ranks: int | str | None) -> None:
+        """Raise UsageError unless a launcher was started for the same number of ranks."""
+        if num_ranks != self.num_ranks:
+            raise UsageError(
+                f"node {node} was started for {num_ranks} ranks, and node 0 for {self.num_ranks}. Pass the same "
+                "--nnodes and --nproc-per-node on all nodes"
+            )
+
+    def new_member(self, rank: int | None) -> int:
         """Return the number of a new process of a rank."""
         if rank in self._unstarted:
             self._unstarted.remove(rank)
@@ -132,23 +149,24 @@ class Launchers:
         self._next_member += 1
         return self._next_member - 1
 
-    def request_received(self, request: LauncherRequest, time_s: float) -> list[int]:
+    def request_received(self, request: LauncherRequest, time_s: float, name: str = "") -> list[int]:
         """Record a request of a launcher. Return the members of the launcher that it replaces; they are lost.
 
-        Raises RankLostError if another launcher has replaced this one.
+        The `name` of the launcher is for notes. Raises RankLostError if another launcher has replaced this one.
         """
         if request.launcher in self._replaced:
             raise RankLostError(f"another launcher has started as node {request.node}")
         previous = self._nodes.get(request.node)
         if previous is not None and previous.number == request.launcher:
             if previous.is_lost:
-                self.notes.append(f"node {request.node} is back, and its ranks join again")
+                self.notes.append(f"{previous.name} is back, and its ranks join again")
             previous.last_request_s, previous.is_lost = time_s, False
             return []
-        self._nodes[request.node] = _Launcher(request.launcher, time_s)
+        name = name or f"node {request.node}"
+        self._nodes[request.node] = _Launcher(request.launcher, name, time_s)
         if previous is None:
             if not self._unstarted:
-                self.notes.append(f"node {request.node} has arrived, and its ranks join")
+                self.notes.append(f"{name} has arrived")
             return []
         self._replaced.add(previous.number)
         replaces = "" if previous.is_lost else ", and replaces the first one"
@@ -181,7 +199,7 @@ class Launchers:
     def time_passed(self, time_s: float) -> list[int]:
         """Return the members of launchers that became silent, and the initial ranks that were not started in time."""
         lost: list[int] = []
-        for node, launcher in self._nodes.items():
+        for node, launcher in list(self._nodes.items()):
             if time_s >= launcher.last_request_s + self._timeout_s:
                 lost += self._declare_lost(node)
         if self._unstarted and time_s >= self._start_by_s:
@@ -207,7 +225,38 @@ class Launchers:
 
     def _declare_lost(self, node: int) -> list[int]:
         """Declare a launcher lost; return its members that were not declared lost before."""
-        members = self._nodes[node].declare_lost()
+        launcher = self._nodes[node]
+        members = launcher.declare_lost()
         if members:
-            self.notes.append(f"node {node} is lost")
+            self.notes.append(f"{launcher.name} is lost")
+        return members
+
+
+class OwnLaunchers(Launchers):
+    """The records of ranks that are their own launchers. A rank that is lost cannot return."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        super().__init__(0, timeout_s=timeout_s, start_by_s=math.inf)
+
+    @override
+    def check_size(self, node: int, num_ranks: int | str | None) -> None:
+        if num_ranks != self.num_ranks:
+            raise UsageError(
+                f"node {node} of paceline run has reached paceline coordinator, which accepts only ranks that start "
+                "without paceline run. Pass another --master-port"
+            )
+
+    @override
+    def request_received(self, request: LauncherRequest, time_s: float, name: str = "") -> list[int]:
+        if request.node not in self._nodes and not isinstance(request, RankStart):
+            raise RankLostError(
+                "the other ranks continue without this rank, because its connection broke or it was silent for "
+                f"{self._timeout_s:g} s"
+            )
+        return super().request_received(request, time_s, name)
+
+    @override
+    def _declare_lost(self, node: int) -> list[int]:
+        members = super()._declare_lost(node)
+        del self._nodes[node]
         return members

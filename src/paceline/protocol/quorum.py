@@ -137,12 +137,24 @@ QuorumInstruction: TypeAlias = (
 class Coordinator:
     """Starts the quorums of one training. A quorum is a numbered group of the ranks that are present.
 
-    `initial` are the processes of the first quorum, except processes that end before it starts. The training fails if
-    fewer than `min_ranks` members live. The coordinator waits `report_timeout_s` for the members' reports, from the
-    first report on, and declares members without a report lost.
+    `initial` are the processes of the first quorum, except processes that end before it starts. In addition, the first
+    quorum has `num_places` places for processes whose numbers are not known before. A place is free again if its
+    process ends. The places that are free `start_timeout_s` after the first start of a process remain free.
+
+    The training fails if fewer than `min_ranks` members live. The coordinator waits `report_timeout_s` for the members'
+    reports, from the first report on, and declares members without a report lost.
     """
 
-    def __init__(self, initial: Iterable[int], *, min_ranks: int, max_ranks: int, report_timeout_s: float) -> None:
+    def __init__(
+        self,
+        initial: Iterable[int] = (),
+        *,
+        min_ranks: int,
+        max_ranks: int,
+        report_timeout_s: float,
+        num_places: int | None = None,
+        start_timeout_s: float = 0.0,
+    ) -> None:
         self.quorum = 0
         self.members: tuple[int, ...] = ()
         """The members at the start of the current quorum, in rank order.
@@ -151,7 +163,9 @@ class Coordinator:
         """
         self.has_failed = False
         self._min_ranks, self._max_ranks, self._report_timeout_s = min_ranks, max_ranks, report_timeout_s
-        self._initial = frozenset(initial)
+        self._num_places, self._start_timeout_s = num_places, start_timeout_s
+        """The free places in the first quorum; None if no more processes may enter it."""
+        self._initial = set(initial)
         self._processes = set(self._initial)
         self._awaited = set(self._initial)
         """Initial members that have not joined yet."""
@@ -189,8 +203,18 @@ class Coordinator:
         """Return whether a process has become a member. It may have left, or be declared lost, since."""
         return member in self._joined
 
-    def started(self, member: int) -> None:
+    def is_newcomer(self, member: int) -> bool:
+        """Return whether a process enters a quorum after the first one."""
+        return member not in self._initial
+
+    def started(self, member: int, time_s: float = 0.0) -> None:
         """Expect a new process. Requests of unexpected processes are rejected."""
+        if self._num_places and member not in self._processes:
+            self._num_places -= 1
+            self._initial.add(member)
+            self._awaited.add(member)
+            if self._deadline_s is None:
+                self._deadline_s = time_s + self._start_timeout_s
         self._processes.add(member)
 
     def joined(self, request: JoinRequest) -> list[QuorumInstruction]:
@@ -246,6 +270,10 @@ class Coordinator:
         for member in ended:
             self._waiting.pop(member, None)
             self._reports.pop(member, None)
+        if self._num_places is not None:
+            self._num_places += len(ended & self._initial)
+            self._initial -= ended
+            return []
         if not self.quorum:
             num_left = len(self._initial & self._processes)
             if is_failure and num_left < self._min_ranks:
@@ -268,6 +296,8 @@ class Coordinator:
     def time_passed(self, time_s: float) -> list[QuorumInstruction]:
         if self.has_failed or self._deadline_s is None or time_s < self._deadline_s:
             return []
+        if self._num_places is not None:
+            return self._close_places()
         silent = sorted(self._alive - self._reports.keys())
         self._alive -= set(silent)
         self._processes -= set(silent)
@@ -276,8 +306,18 @@ class Coordinator:
             return [*instructions, *self._fail_for_size(self._num_living)]
         return [*instructions, *self._decide()]
 
+    def _close_places(self) -> list[QuorumInstruction]:
+        """Start the first quorum with the processes that are present."""
+        self._num_places = self._deadline_s = None
+        if len(self._initial) < self._min_ranks:
+            return self._fail(
+                f"ranks that have started within {self._start_timeout_s:g} s: {len(self._initial)}, and --min-ranks is "
+                f"{self._min_ranks}"
+            )
+        return self._start_first()
+
     def _start_first(self) -> list[QuorumInstruction]:
-        if self._awaited:
+        if self._awaited or self._num_places:
             return []
         members = self._initial & self._waiting.keys()
         if not members:
@@ -329,6 +369,7 @@ class Coordinator:
         self._joined |= members
         self._paused -= members
         self._reports, self._deadline_s, self._is_announced = {}, None, False
+        self._num_places = None
         self._start = StartQuorum(self.quorum, self.members, step, self.members.index(source), has_newcomers)
         return [self._start, *self._announce()]
 

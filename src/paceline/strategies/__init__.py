@@ -2,7 +2,7 @@
 package. The package ``paceline.torch`` implements the strategies.
 """
 
-from paceline.strategies.elastic import ElasticFlags, ElasticOptions, choose_elastic
+from paceline.strategies.elastic import ELASTIC_ADVICE, ElasticFlags, ElasticOptions, choose_elastic, is_elastic
 from paceline.strategies.pipeline import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.strategies.registry import (
     NEUTRAL_SETTINGS,
@@ -18,6 +18,7 @@ from paceline.strategies.sharding import ShardingFlags, ShardingOptions, choose_
 from paceline.strategies.spec import StrategyOptions, StrategySpec
 
 __all__ = [
+    "ELASTIC_ADVICE",
     "ElasticFlags",
     "ElasticOptions",
     "NEUTRAL_SETTINGS",
@@ -37,5 +38,6 @@ __all__ = [
     "choose_sharding",
     "choose_strategy",
     "default_strategy",
+    "is_elastic",
     "needs_servers",
 ]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 from typing_extensions import override
 
 from paceline.command_options import option, words_of
+from paceline.environment import Environment
 from paceline.errors import UsageError
 from paceline.strategies.spec import StrategyOptions, StrategySpec
 
@@ -21,8 +22,8 @@ class ElasticFlags:
     panel: ClassVar = "Failures"
 
     min_ranks: int | None = option(
-        "all-reduce: continue without ranks and nodes that die, and replace them, while at least this many ranks live; "
-        "default: a death ends the run."
+        "all-reduce: continue without ranks and nodes that die, while at least this many ranks live; paceline run also "
+        "replaces them, and without this option a death ends its run."
     )
     global_batch: int | None = option(
         "With --min-ranks: number of samples in a step of all ranks together, for any number of ranks; default: the "
@@ -59,6 +60,16 @@ class ElasticOptions(StrategyOptions):
     @override
     def num_processes(self) -> int:
         return self.num_ranks
+
+
+ELASTIC_ADVICE: Final = (
+    "Start the script by paceline run --min-ranks N, or set PACELINE_COORDINATOR to the address of paceline coordinator"
+)
+
+
+def is_elastic(variables: Environment) -> bool:
+    """Return whether the environment has a coordinator: the launcher's, or that of ``paceline coordinator``."""
+    return ElasticOptions.of_environment(variables) is not None or variables.coordinator is not None
 
 
 def choose_elastic(flags: ElasticFlags, processes: int) -> ElasticOptions | None:

@@ -54,6 +54,11 @@ COMMANDS = [
     ("run --nproc 2 script.py", 2, ["unknown option --nproc", "--nproc-per-node"]),
     ("server --scheduler 127.0.0.1 --wait 60", 2, ["--scheduler", "'127.0.0.1' is not an address"]),
     ("run --strategy ps script.py", 2, ["--strategy ps: expected one of one-device"]),
+    ("coordinator --max-ranks 2", 2, ["--min-ranks is missing", "--min-ranks 1"]),
+    ("coordinator --min-ranks 0", 2, ["--min-ranks 0", "expected 1 or more"]),
+    ("coordinator --min-ranks 3 --max-ranks 2", 2, ["--max-ranks 2", "--min-ranks (3) or more"]),
+    ("coordinator --min-ranks 1 --balance", 2, ["--balance", "--global-batch N"]),
+    ("coordinator --min-ranks 1 --host 0.0.0.0", 2, ["0.0.0.0:7338", "PACELINE_TOKEN"]),
     ("run --nproc-per-node 0 script.py", 2, ["--nproc-per-node 0", "expected 1 or more"]),
 ]
 
@@ -87,7 +92,13 @@ VARIABLES: list[tuple[str, Callable[[], Any], list[str]]] = [
     (f"{_SCHEDULER} PACELINE_TOKEN=short", torch.ParameterServer, ["PACELINE_TOKEN", "5 characters", "16"]),
     (f"{_SCHEDULER} {_TOKEN} PACELINE_TLS_CA=no.pem", paceline.connect, ["PACELINE_TLS_CA=no.pem", "no such file"]),
     ("", lambda: torch.strategy(global_batch=8), ["option global_batch", "--min-ranks N"]),
-    ("", lambda: torch.strategy(elastic=True), ["option elastic", "--min-ranks N"]),
+    ("", lambda: torch.strategy(elastic=True), ["elastic=True", "--min-ranks N", "PACELINE_COORDINATOR"]),
+    ("PACELINE_COORDINATOR=h", torch.strategy, ["PACELINE_COORDINATOR", "'h'", "host:port"]),
+    ("PACELINE_COORDINATOR=h:0", torch.strategy, ["PACELINE_COORDINATOR", "'h:0'", "from 1 up"]),
+    ("PACELINE_COORDINATOR=h:1", torch.strategy, ["h:1", "PACELINE_TOKEN"]),
+    ("PACELINE_COORDINATOR=h:1", torch.AllReduce, ["AllReduce()", "PACELINE_COORDINATOR", "strategy()"]),
+    ("PACELINE_COORDINATOR=h:1", lambda: torch.strategy("hybrid", elastic=True), ["elastic=True", "strategy hybrid"]),
+    ("PACELINE_COORDINATOR=h:1 PACELINE_STRATEGY=hybrid", torch.strategy, ["PACELINE_COORDINATOR=h:1", "all-reduce"]),
     ("", lambda: torch.strategy(devise="cpu"), ["option devise", "device, seed"]),
 ]
 
@@ -168,6 +179,7 @@ def test_variables(
         ("PET_NNODES=1 PET_NPROC_PER_NODE=2", ["--min-ranks 3", "2 ranks"]),
         ("PET_NPROC_PER_NODE=2", ["--min-ranks 3", "2 ranks"]),
         ("PACELINE_TLS_KEY=no.pem", ["PACELINE_TLS_KEY=no.pem"]),
+        ("PET_NPROC_PER_NODE=3 PACELINE_COORDINATOR=h:1", ["PACELINE_COORDINATOR=h:1", "--min-ranks", "Unset"]),
     ],
 )
 def test_variables_of_run(
@@ -189,10 +201,13 @@ def set_variables(variables: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(*variable.split("="))
 
 
-def test_a_port_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["scheduler --token-file token", "coordinator --min-ranks 1"])
+def test_a_port_in_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        code, message = run(f"scheduler --port {port} --host 127.0.0.1 --token-file token", monkeypatch, capsys)
+        code, message = run(f"{command} --port {port} --host 127.0.0.1", monkeypatch, capsys)
     assert (code, message.count("\n")) == (1, 1), message
     assert f"127.0.0.1:{port}" in message
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import RankLostError
-from paceline.protocol.launchers import LauncherEnd, LauncherHeartbeat, Launchers, RankEnd, RankStart
+from paceline.errors import RankLostError, UsageError
+from paceline.protocol.launchers import LauncherEnd, LauncherHeartbeat, Launchers, OwnLaunchers, RankEnd, RankStart
 
 TIMEOUT_S = 10.0
 
@@ -93,6 +95,53 @@ def test_only_its_launcher_can_end_a_member() -> None:
     assert [found.expel(0), found.expel(2)] == [False, True]
     assert found.lost_members(1) == (2,)
     assert found.disconnected(1, 7) == []
+
+
+def own_start(found: OwnLaunchers, launcher: int, time_s: float = 0.0) -> int:
+    request = RankStart(launcher, launcher, 0, None)
+    assert found.request_received(request, time_s, f"process {launcher}") == []
+    return found.start(request)
+
+
+def test_a_rank_that_is_its_own_launcher_cannot_return() -> None:
+    found = OwnLaunchers(timeout_s=TIMEOUT_S)
+    assert [own_start(found, launcher) for launcher in (40, 41, 41)] == [0, 1, 1]
+    assert found.disconnected(40, 40) == [0]
+    assert found.request_received(LauncherHeartbeat(41, 41), 5.0) == []
+    assert found.time_passed(TIMEOUT_S) == []
+    assert found.time_passed(5.0 + TIMEOUT_S) == [1]
+    for launcher in (40, 41):
+        with pytest.raises(RankLostError, match="10 s"):
+            found.request_received(LauncherHeartbeat(launcher, launcher), 20.0)
+    assert not found.are_needed
+    assert [note.partition(" ")[2] for note in found.notes] == [
+        "40 has arrived",
+        "41 has arrived",
+        "40 is lost",
+        "41 is lost",
+    ]
+    assert own_start(found, 42) == 2
+
+
+def test_many_ranks_that_are_their_own_launchers_leave_no_records() -> None:
+    found = OwnLaunchers(timeout_s=TIMEOUT_S)
+    for number in range(1000):
+        own_start(found, number)
+        if number % 2:
+            found.disconnected(number, number)
+        else:
+            found.ended(RankEnd(number, number, number, is_failure=False))
+            found.launcher_ended(LauncherEnd(number, number))
+        found.notes.clear()
+    assert [name for name, value in vars(found).items() if isinstance(value, Sized) and len(value)] == []
+
+
+def test_only_ranks_without_a_launcher_reach_their_coordinator() -> None:
+    OwnLaunchers(timeout_s=TIMEOUT_S).check_size(7, 0)
+    launchers(4).check_size(1, 4)
+    for found, num_ranks in ((OwnLaunchers(timeout_s=TIMEOUT_S), 4), (launchers(4), 0), (launchers(4), None)):
+        with pytest.raises(UsageError):
+            found.check_size(1, num_ranks)
 
 
 @given(

@@ -194,6 +194,68 @@ def test_a_rank_accepts_only_higher_quorum_numbers() -> None:
         member.start(StartQuorum(4, (0, 1), 1, 0, False))
 
 
+def open_start(*, min_ranks: int = 1) -> Coordinator:
+    """Return a coordinator whose first quorum has two places."""
+    return Coordinator(min_ranks=min_ranks, max_ranks=3, report_timeout_s=10.0, num_places=2, start_timeout_s=5.0)
+
+
+def test_the_first_quorum_starts_when_its_places_are_taken() -> None:
+    coordinator = open_start()
+    for member in range(3):
+        coordinator.started(member, 1.0)
+    assert [coordinator.is_newcomer(member) for member in range(3)] == [False, False, True]
+    assert coordinator.joined(JoinRequest(2, 0)) == coordinator.joined(JoinRequest(0, 0)) == []
+    assert started(coordinator.joined(JoinRequest(1, 0))).members == (0, 1)
+    assert coordinator.deadline_s is None
+
+
+def test_the_place_of_a_dead_process_is_free_again() -> None:
+    coordinator = open_start(min_ranks=2)
+    for member in range(2):
+        coordinator.started(member, 1.0)
+    coordinator.joined(JoinRequest(0, 0))
+    assert coordinator.ended(1, is_failure=True) == []
+    coordinator.started(0, 3.0)  # a repeated request does not take the place
+    coordinator.started(2, 3.0)
+    assert not coordinator.is_newcomer(2)
+    assert started(coordinator.joined(JoinRequest(2, 0))).members == (0, 2)
+
+
+def test_the_first_quorum_starts_without_the_missing_processes() -> None:
+    coordinator = open_start()
+    assert coordinator.deadline_s is None
+    coordinator.started(0, 1.0)
+    coordinator.joined(JoinRequest(0, 0))
+    assert coordinator.deadline_s == 6.0
+    assert coordinator.time_passed(5.9) == []
+    assert started(coordinator.time_passed(6.0)).members == (0,)
+    coordinator.started(1, 7.0)
+    assert coordinator.is_newcomer(1)
+
+
+def test_a_process_that_has_started_in_time_is_awaited() -> None:
+    coordinator = open_start()
+    for member in range(2):
+        coordinator.started(member, 1.0)
+    coordinator.ended(0, is_failure=True)
+    assert coordinator.time_passed(6.0) == []
+    assert started(coordinator.joined(JoinRequest(1, 0))).members == (1,)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_too_few_processes_end_the_training(*, is_late: bool) -> None:
+    """A process is missing at the time limit, or dies after it, before it has joined."""
+    coordinator = open_start(min_ranks=2)
+    coordinator.started(0, 1.0)
+    if is_late:
+        coordinator.started(1, 1.0)
+        assert coordinator.time_passed(6.0) == []
+    (failure,) = coordinator.ended(1, is_failure=True) if is_late else coordinator.time_passed(6.0)
+    assert isinstance(failure, FailTraining)
+    assert "--min-ranks is 2" in failure.reason
+    assert coordinator.has_failed
+
+
 def test_many_reconfigurations_leave_no_state() -> None:
     coordinator = Coordinator(range(3), min_ranks=1, max_ranks=3, report_timeout_s=10.0)
     for member in range(3):

@@ -24,7 +24,7 @@ from paceline.strategies import ElasticOptions
 from paceline.transport import TLS, Address
 from paceline.transport.backoff import Backoff, once_after, reach
 
-_REPORT_TIMEOUT_S: Final = 300.0
+REPORT_TIMEOUT_S: Final = 300.0
 """Time limit for the ranks' reports after a failure. It is long: ranks may compute for minutes before they report."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _MOST_FAILED_STARTS: Final = 5
@@ -87,7 +87,7 @@ class ElasticRun(Closing):
                 range(options.num_ranks),
                 min_ranks=options.min_ranks,
                 max_ranks=options.num_ranks,
-                report_timeout_s=_REPORT_TIMEOUT_S,
+                report_timeout_s=REPORT_TIMEOUT_S,
             )
             launchers = Launchers(options.num_ranks, timeout_s=timeout_s, start_by_s=time.monotonic() + PATIENCE_S)
             self._coordinator = CoordinatorServer(rules, launchers, address, token, tls, self._expel)

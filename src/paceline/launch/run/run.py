@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.filters import parse_filters
 from paceline.filters.gradients import gradient_filters
@@ -267,6 +268,12 @@ def _is_python(script: Path) -> bool:
 
 
 def _check_elastic(options: RunOptions) -> None:
+    coordinator = environment().coordinator
+    if coordinator is not None:
+        raise UsageError(
+            f"PACELINE_COORDINATOR={coordinator}: with --min-ranks, node 0 has the coordinator. Unset the variable, or "
+            "start the script without paceline run"
+        )
     for name, value in (("--cluster", options.cluster), ("--filters", options.filters)):
         if value is not None and value != "none":
             raise UsageError(f"{name} {value}: not supported with --min-ranks. Leave it out")

@@ -19,7 +19,7 @@ from paceline.environment import environment, naming
 from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
-from paceline.strategies import ElasticOptions
+from paceline.strategies import is_elastic
 from paceline.torch.gradient_filters import check_compression, compress, filter_hook, launcher_filters
 from paceline.torch.strategies.base import Strategy, as_one, choose_device, named_parameters
 from paceline.torch.strategies.deferred import is_stand_in
@@ -108,9 +108,10 @@ class AllReduce(Strategy):
 
     def _meet(self, timeout: timedelta, backend: str) -> Ranks:
         """Connect the ranks of the training, initialize ``torch.distributed``, and return the ranks."""
-        if ElasticOptions.of_environment(environment()) is not None:
+        if is_elastic(environment()):
             raise UsageError(
-                f"{type(self).__name__}() in a run with --min-ranks: create the strategy by paceline.torch.strategy()"
+                f"{type(self).__name__}() in an elastic training (--min-ranks or PACELINE_COORDINATOR): create the "
+                "strategy by paceline.torch.strategy()"
             )
         return Ranks.meet(timeout, backend=backend)
 

@@ -11,7 +11,16 @@ from typing import Any
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.meeting.rendezvous import find_rank
-from paceline.strategies import NEUTRAL_SETTINGS, ElasticOptions, StrategySpec, check_strategy, default_strategy
+from paceline.strategies import (
+    ELASTIC_ADVICE,
+    NEUTRAL_SETTINGS,
+    STRATEGIES,
+    ElasticOptions,
+    StrategySpec,
+    check_strategy,
+    default_strategy,
+    is_elastic,
+)
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.snapshots import Snapshots
 
@@ -40,8 +49,8 @@ def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]
     options = {key: value for key, value in options.items() if key in known or key not in NEUTRAL_SETTINGS}
     if unknown := min(options.keys() - known, default=None):
         advice = f"Choose {', '.join(sorted(known))}"
-        if unknown == "elastic" or unknown in ElasticOptions.__annotations__:
-            advice = "Start the script by paceline run --min-ranks N"
+        if unknown in ElasticOptions.__annotations__:
+            advice = ELASTIC_ADVICE
         raise UsageError(f"strategy {kind.name} does not have an option {unknown}. {advice}")
     return options
 
@@ -49,6 +58,7 @@ def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]
 def strategy(
     name: str | None = None,
     *,
+    elastic: bool = False,
     snapshot_dir: str | os.PathLike[str] | None = None,
     snapshot_every: str | None = None,
     **options: Any,
@@ -61,6 +71,9 @@ def strategy(
     ignores other strategies' options that do not change the result, so that one script runs under all strategies:
     ``bucket_mb``, ``timeout`` and ``find_unused_parameters=True``, which parameter-server treats as ``unused="skip"``.
 
+    If the environment has a coordinator (``paceline run --min-ranks``, or ``PACELINE_COORDINATOR``), the strategy is
+    ``all-reduce`` with ranks that may die and join. With `elastic`, it is an error if there is none.
+
     With a `snapshot_dir`, or ``PACELINE_SNAPSHOT_DIR``, the training writes a checkpoint to this directory every
     `snapshot_every` (``PACELINE_SNAPSHOT_EVERY``, default ``"10m"``). If the directory has a checkpoint, the training
     loop continues from it, without a change of the script. Snapshots need ``one-device`` or ``all-reduce``, and one
@@ -69,12 +82,20 @@ def strategy(
     Raises UsageError for an unknown name, or an option that the strategy does not have.
     """
     settings = environment()
-    chosen = name or settings.strategy
+    if elastic and not is_elastic(settings):
+        raise UsageError(f"elastic=True: there is no coordinator. {ELASTIC_ADVICE}")
+    chosen = name or settings.strategy or (ElasticOptions.strategy if is_elastic(settings) else None)
     if chosen is None:
         chosen = default_strategy(has_servers=settings.scheduler is not None, num_ranks=find_rank(settings)[1])
     spec = check_strategy(chosen, "strategy" if name else "PACELINE_STRATEGY")
-    if chosen == ElasticOptions.strategy and ElasticOptions.of_environment(settings) is not None:
+    if chosen == ElasticOptions.strategy and is_elastic(settings):
         spec = replace(spec, implementation=_ELASTIC)
+    elif elastic or (settings.coordinator is not None and name is None):
+        source = "elastic=True" if elastic else f"PACELINE_COORDINATOR={settings.coordinator}"
+        elastic_spec = STRATEGIES[ElasticOptions.strategy]
+        raise UsageError(
+            f"{source}: strategy {chosen} {elastic_spec.without_flags}. Choose {elastic_spec.name}, or leave it out"
+        )
     directory, every = snapshot_dir or settings.snapshot_dir, snapshot_every or settings.snapshot_every
     given = {"snapshot_dir": snapshot_dir, "snapshot_every": snapshot_every}
     names = [name if value else f"PACELINE_{name.upper()}" for name, value in given.items()]

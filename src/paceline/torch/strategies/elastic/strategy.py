@@ -1,10 +1,9 @@
-"""The strategy ``all-reduce`` under ``paceline run --min-ranks N``."""
+"""The strategy ``all-reduce`` with a coordinator, in ``paceline run --min-ranks N`` or ``paceline coordinator``."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import types
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,22 +19,20 @@ from paceline.collectives import Group
 from paceline.collectives.elastic import ElasticGroup
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.protocol.balance import Balance
-from paceline.protocol.stragglers import StepTimes
-from paceline.strategies import ElasticOptions
+from paceline.meeting.own_launcher import OwnLauncher
 from paceline.torch.embeddings import RowTables
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.elastic.gradients import ElasticGradients
 from paceline.torch.strategies.elastic.loader import ElasticLoader
+from paceline.torch.strategies.elastic.place import find_place
 from paceline.torch.strategies.elastic.state import TransferredState, broadcast_copies
 from paceline.torch.strategies.elastic.steps import ElasticSteps
 from paceline.torch.strategies.elastic.training import ElasticTraining
 from paceline.torch.strategies.loaders import Loader
-from paceline.torch.strategies.ranks import Ranks, be_alone
+from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks, be_alone
 from paceline.torch.strategies.reached import Reached
 from paceline.torch.strategies.replicas.replica import Replica
-from paceline.transport import TLS, Address
 
 _UNSUPPORTED = ("join", "compression", "filters", "sync_batch_norm", "find_unused_parameters", "static_graph")
 
@@ -43,10 +40,11 @@ _UNSUPPORTED = ("join", "compression", "filters", "sync_batch_norm", "find_unuse
 class _ElasticRanks(Ranks):
     """The current ranks of an elastic training. Before it joins, a newcomer is the only rank of its own group."""
 
-    def __init__(self, group: ElasticGroup, local_rank: int) -> None:
+    def __init__(self, group: ElasticGroup, local_rank: int, launcher: OwnLauncher | None) -> None:
         # ElasticGroup has the methods of Group that all-reduce uses.
         super().__init__(local_rank=local_rank, group=cast(Group, group))
         self._elastic = group
+        self._launcher = launcher
 
     @property
     @override
@@ -59,6 +57,12 @@ class _ElasticRanks(Ranks):
     def size(self) -> int:
         return self._elastic.size
 
+    @override
+    def close(self) -> None:
+        super().close()
+        if self._launcher is not None:
+            self._launcher.close()
+
 
 class ElasticAllReduce(AllReduce):
     """All-reduce over ranks that may die, and join, during the training.
@@ -68,10 +72,10 @@ class ElasticAllReduce(AllReduce):
     parameters, buffers, optimizers, schedulers and position in the data, and takes part from the next step on. Other
     variables of its loop have their initial values.
 
-    `global_batch` is the number of samples in a step on all ranks together (default: ``paceline run --global-batch``,
-    or one batch of each rank). The ranks divide these samples. If a rank's part is larger than its batch size, it
-    accumulates gradients over several batches. Until the step is complete, gradients are zero after ``backward()``, and
-    the steps of optimizers and schedulers have no effect. If a rank dies, the other ranks compute its samples in the
+    `global_batch` is the number of samples in a step on all ranks together (default: ``--global-batch``, or one batch
+    of each rank). The ranks divide these samples. If a rank's part is larger than its batch size, it accumulates
+    gradients over several batches. Until the step is complete, gradients are zero after ``backward()``, and the steps
+    of optimizers and schedulers have no effect. If a rank dies, the other ranks compute its samples in the
     same step. With `balance`, or ``paceline run --balance``, the parts are in proportion to the ranks' speeds.
 
     Other options: those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, except `join`, `compression`,
@@ -84,9 +88,9 @@ class ElasticAllReduce(AllReduce):
                 raise UsageError(f"{name}={options[name]!r}: not supported with --min-ranks. Leave it out")
         if global_batch is not None and global_batch < 1:
             raise UsageError(f"global_batch={global_batch}: expected 1 or more")
-        launched = ElasticOptions.of_environment(environment())
-        self._steps = ElasticSteps(global_batch or (launched.global_batch if launched else None))
-        self._has_balance = balance or (launched is not None and launched.balance)
+        self._place = find_place(options.get("timeout", DEFAULT_TIMEOUT))
+        self._steps = ElasticSteps(global_batch or self._place.options.global_batch)
+        self._has_balance = balance or self._place.options.balance
         if self._has_balance and self._steps.global_batch is None:
             raise UsageError("balance=True: needs a global batch. Pass global_batch=N too")
         super().__init__(**options)
@@ -98,10 +102,10 @@ class ElasticAllReduce(AllReduce):
 
     @override
     def _meet(self, timeout: timedelta, backend: str) -> Ranks:
-        self._elastic = _connect(timeout, self._steps.global_batch if self._has_balance else None)
+        self._elastic = self._place.connect(timeout, self._steps.global_batch if self._has_balance else None)
         if not dist.is_initialized():
             be_alone(backend, timeout)
-        return _ElasticRanks(self._elastic, environment().local_rank or 0)
+        return _ElasticRanks(self._elastic, environment().local_rank or 0, self._place.launcher)
 
     @property
     def has_joined(self) -> bool:
@@ -189,26 +193,3 @@ class ElasticAllReduce(AllReduce):
     @override
     def _row_tables(self) -> RowTables:
         raise UsageError("--min-ranks: not supported with Paceline's embeddings. Leave it out")
-
-
-def _connect(timeout: timedelta, balanced_batch: int | None) -> ElasticGroup:
-    """Connect to the coordinator in the launcher. Raises UsageError outside of an elastic run.
-
-    `balanced_batch` is the number of samples in a step that the ranks divide in proportion to their speeds.
-    """
-    settings = environment()
-    options, member = ElasticOptions.of_environment(settings), settings.incarnation
-    if options is None or member is None or not settings.master_addr or not settings.master_port or not settings.token:
-        raise UsageError("ElasticAllReduce() needs a coordinator: start the script by paceline run --min-ranks N")
-    factor = options.drop_stragglers
-    has_times = factor is not None or balanced_batch is not None
-    return ElasticGroup(
-        Address("tcp", settings.master_addr, settings.master_port),
-        settings.token,
-        member,
-        is_newcomer=member >= options.num_ranks,
-        tls=TLS.of_environment(settings),
-        timeout=timeout,
-        step_times=StepTimes(factor or math.inf, options.min_ranks) if has_times else None,
-        balance=None if balanced_batch is None else Balance(balanced_batch),
-    )

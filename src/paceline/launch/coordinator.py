@@ -1,0 +1,70 @@
+"""Serve the coordinator of an elastic training whose ranks start without ``paceline run``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Final
+
+from paceline.environment import environment
+from paceline.errors import PeerError, UsageError
+from paceline.launch.run.elastic import REPORT_TIMEOUT_S
+from paceline.meeting.coordinator import OPTIONS, TIMEOUT_MS, CoordinatorServer
+from paceline.meeting.own_launcher import coordinator_token
+from paceline.protocol.launchers import OwnLaunchers
+from paceline.protocol.quorum import Coordinator
+from paceline.strategies import ElasticFlags, choose_elastic
+from paceline.transport import TLS, Address
+from paceline.transport.addresses import announced_host
+
+_POLL_S: Final = 0.2
+
+
+def run_coordinator(
+    flags: ElasticFlags,
+    *,
+    max_ranks: int | None,
+    address: str,
+    tls: TLS | None,
+    start_timeout_s: float,
+    heartbeat_timeout_s: float,
+    on_ready: Callable[[Address], None],
+    on_note: Callable[[str], None],
+) -> None:
+    """Serve the coordinator until the training has ended on all ranks.
+
+    The training begins with `max_ranks` ranks, or, `start_timeout_s` seconds after the first rank, with those that are
+    present. Without `max_ranks` it begins with ``--min-ranks`` ranks, and any number may join later. Calls `on_ready`
+    with the address for the ranks, and `on_note` with notes for the user.
+
+    Raises UsageError for wrong options and without a token, AddressError if the address is not free, and PeerError if
+    the training fails.
+    """
+    if flags.min_ranks is None:
+        raise UsageError("--min-ranks is missing. Pass --min-ranks 1, or more")
+    if max_ranks is not None and max_ranks < flags.min_ranks:
+        raise UsageError(f"--max-ranks {max_ranks}: expected --min-ranks ({flags.min_ranks}) or more")
+    options = choose_elastic(flags, max_ranks or flags.min_ranks)
+    assert options is not None
+    place = Address.parse(address)
+    token = coordinator_token(place, environment())
+    rules = Coordinator(
+        min_ranks=options.min_ranks,
+        max_ranks=max_ranks or sys.maxsize,
+        report_timeout_s=REPORT_TIMEOUT_S,
+        num_places=options.num_ranks,
+        start_timeout_s=start_timeout_s,
+    )
+    extra = {OPTIONS: options.encode(), TIMEOUT_MS: round(1000 * heartbeat_timeout_s)}
+    launchers = OwnLaunchers(timeout_s=heartbeat_timeout_s)
+    with CoordinatorServer(rules, launchers, place, token, tls, lambda member: None, extra=extra) as server:
+        on_ready(Address("tcp", announced_host(server.address.host), server.address.port))
+        has_ended = False
+        while not has_ended:
+            time.sleep(_POLL_S)
+            has_ended = server.has_ended
+            for note in server.take_notes():
+                on_note(note)
+            if server.failure is not None:
+                raise PeerError(f"the training has failed: {server.failure}")
