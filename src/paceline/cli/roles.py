@@ -207,7 +207,7 @@ def coordinator(
         address=_address(host, port),
         tls=tls.load(),
         start_timeout_s=wait,
-        heartbeat_timeout_s=heartbeat_timeout,
+        timeout_s=heartbeat_timeout,
         on_ready=lambda place: typer.echo(f"paceline coordinator: ready for PACELINE_COORDINATOR={place.netloc}"),
         on_note=lambda text: typer.echo(f"paceline coordinator: {text}", err=True),
     )

@@ -28,7 +28,7 @@ def run_coordinator(
     address: str,
     tls: TLS | None,
     start_timeout_s: float,
-    heartbeat_timeout_s: float,
+    timeout_s: float,
     on_ready: Callable[[Address], None],
     on_note: Callable[[str], None],
 ) -> None:
@@ -36,7 +36,8 @@ def run_coordinator(
 
     The training begins with `max_ranks` ranks, or, `start_timeout_s` seconds after the first rank, with those that are
     present. Without `max_ranks` it begins with ``--min-ranks`` ranks, and any number may join later. Calls `on_ready`
-    with the address for the ranks, and `on_note` with notes for the user.
+    with the address for the ranks, and `on_note` with notes for the user. A rank without a message for `timeout_s` seconds
+    is lost.
 
     Raises UsageError for wrong options and without a token, AddressError if the address is not free, and PeerError if
     the training fails.
@@ -56,8 +57,8 @@ def run_coordinator(
         num_places=options.num_ranks,
         start_timeout_s=start_timeout_s,
     )
-    extra = {OPTIONS: options.encode(), TIMEOUT_MS: round(1000 * heartbeat_timeout_s)}
-    launchers = OwnLaunchers(timeout_s=heartbeat_timeout_s)
+    extra: dict[str, int | str] = {OPTIONS: options.encode(), TIMEOUT_MS: round(1000 * timeout_s)}
+    launchers = OwnLaunchers(timeout_s=timeout_s)
     with CoordinatorServer(rules, launchers, place, token, tls, lambda member: None, extra=extra) as server:
         on_ready(Address("tcp", announced_host(server.address.host), server.address.port))
         has_ended = False

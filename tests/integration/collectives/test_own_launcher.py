@@ -57,7 +57,7 @@ class Served:
         self.servers: list[CoordinatorServer] = []
 
     def serve(self, rules: Coordinator, *, timeout_s: float = 1000.0) -> CoordinatorServer:
-        extra = {OPTIONS: "the options", TIMEOUT_MS: round(1000 * timeout_s)}
+        extra: dict[str, int | str] = {OPTIONS: "the options", TIMEOUT_MS: round(1000 * timeout_s)}
         return self._start(rules, OwnLaunchers(timeout_s=timeout_s), extra)
 
     def serve_run(self) -> CoordinatorServer:

@@ -223,7 +223,6 @@ def test_the_place_of_a_dead_process_is_free_again() -> None:
 
 def test_the_first_quorum_starts_without_the_missing_processes() -> None:
     coordinator = open_start()
-    assert coordinator.deadline_s is None
     coordinator.started(0, 1.0)
     coordinator.joined(JoinRequest(0, 0))
     assert coordinator.deadline_s == 6.0
