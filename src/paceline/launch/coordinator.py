@@ -35,9 +35,9 @@ def run_coordinator(
     """Serve the coordinator until the training has ended on all ranks.
 
     The training begins with `max_ranks` ranks, or, `start_timeout_s` seconds after the first rank, with those that are
-    present. Without `max_ranks` it begins with ``--min-ranks`` ranks, and any number may join later. Calls `on_ready`
-    with the address for the ranks, and `on_note` with notes for the user. A rank without a message for `timeout_s` seconds
-    is lost.
+    present. Without `max_ranks` it begins with ``--min-ranks`` ranks, and any number may join later. A rank without a
+    message for `timeout_s` seconds is lost. Calls `on_ready` with the address for the ranks, and `on_note` with notes
+    for the user.
 
     Raises UsageError for wrong options and without a token, AddressError if the address is not free, and PeerError if
     the training fails.
