@@ -107,6 +107,12 @@ class Environment:
     """``HOROVOD_ELASTIC``: whether a distributed optimizer of Horovod's API averages gradients on a single rank too."""
     coordinator: str | None = None
     """``PACELINE_COORDINATOR``: address of ``paceline coordinator``, as ``host:port``."""
+    status_url: str | None = None
+    """``KUBEFLOW_TRAINER_STATUS_URL``: address for the progress of a training in a Kubeflow TrainJob."""
+    status_token: Path | None = None
+    """``KUBEFLOW_TRAINER_STATUS_TOKEN``: file with the token for requests to this address."""
+    status_ca: Path | None = None
+    """``KUBEFLOW_TRAINER_STATUS_CA_CERT``: certificate of the authority that signed this address's certificate."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -188,6 +194,9 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         horovod_timeout_s=_integer(found, "HOROVOD_GLOO_TIMEOUT_SECONDS", 1),
         is_horovod_elastic=found.get("HOROVOD_ELASTIC") == "1",
         coordinator=found.get("PACELINE_COORDINATOR") or None,
+        status_url=found.get("KUBEFLOW_TRAINER_STATUS_URL") or None,
+        status_token=_path(found, "KUBEFLOW_TRAINER_STATUS_TOKEN"),
+        status_ca=_path(found, "KUBEFLOW_TRAINER_STATUS_CA_CERT"),
     )
 
 
@@ -209,12 +218,13 @@ def _read_ranks(found: Mapping[str, str]) -> tuple[str, int | None, int | None, 
         size = _integer(found, "SLURM_STEP_NUM_TASKS") or (1 if rank == 0 else None)
     # RANK alone is valid for a program that passes the world size to init().
     is_complete = launcher == "RANK" or (rank is not None and size is not None)
-    node_rank, num_nodes = _integer(found, "PET_NODE_RANK"), _integer(found, "PET_NNODES", 1)
+    num_nodes = _integer(found, "PET_NNODES", 1)
     for name, relation, limit, is_valid in (
         (names[0], "below", names[1], is_complete and (size is None or (rank or 0) < size)),
         (names[2], "below", names[3], local_size is None or (local_rank or 0) < local_size),
         (names[3], "up to", names[1], size is None or (local_size or 0) <= size),
-        ("PET_NODE_RANK", "below", "PET_NNODES", node_rank is None or node_rank < (num_nodes or 0)),
+        # More nodes than at the start may join an elastic training, so paceline run checks the limit.
+        ("PET_NODE_RANK", "below", "PET_NNODES", not found.get("PET_NODE_RANK") or num_nodes is not None),
     ):
         if not is_valid:
             given = " and ".join(f"{variable} is {found.get(variable) or 'missing'}" for variable in (name, limit))

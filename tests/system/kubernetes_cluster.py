@@ -109,6 +109,8 @@ class KubernetesCluster:
         """Faulty replies to the next requests with a method and a part of the path: a status, or 0 for a lost reply."""
         self.dropped_after: list[int] = []
         """The numbers of lines after which connections that read a log end."""
+        self.backoff_s = 0.0
+        """Time before a failed pod is replaced."""
         self.requests: list[str] = []
         self._counter, self._threads = itertools.count(1), list[threading.Thread]()
         self._lock = threading.RLock()
@@ -157,59 +159,88 @@ class KubernetesCluster:
     def _change(self, manifest: Manifest) -> None:
         manifest["metadata"]["resourceVersion"] = str(next(self._counter))
 
+    def scale(self, path: str, num_pods: int) -> None:
+        """Change the number of pods of a Job, as ``kubectl patch`` does."""
+        self.objects[path]["spec"] |= {"completions": num_pods, "parallelism": num_pods}
+
+    def evict(self, pod: str) -> None:
+        """Remove a pod from its node, as for maintenance."""
+        self.pods[pod].status["conditions"] = [{"type": "DisruptionTarget", "status": "True"}]
+        self._spawn(self.pods[pod].stop)
+
     def _run_job(self, path: str, job: Manifest) -> None:
-        name, kind, port = job["metadata"]["name"], job["kind"], str(two_free_ports())
-        container, num_pods = _container_of(job)
-        label = {"job-name": name} if kind == "Job" else {"jobset.sigs.k8s.io/jobset-name": name}
-        pods = []
-        for index in range(0 if self.warnings else num_pods):
-            metadata: Manifest = {
-                "name": f"{name}-{index}-abc",
-                "uid": f"{job['metadata']['uid']}-{index}",
-                "labels": label,
-                "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
-                "creationTimestamp": _now(0),
-            }
-            pod = _Pod({"metadata": metadata, "status": {"phase": "Pending"}})
-            pods.append(pod)
-            self.pods[metadata["name"]] = pod
-            missing = self._find_missing(container)
-            if self.unscheduled:
-                condition = {"type": "PodScheduled", "status": "False", "message": self.unscheduled}
-                pod.status["conditions"] = [condition]
-            elif self.waiting or missing:
-                pod.set_state("Pending", waiting=self.waiting or missing)
-            else:
-                variables = self._variables_of(container, kind, num_pods, index, port)
-                pod.start([_expand(word, variables) for word in container["command"]], variables, self.folder)
-                self._spawn(pod.follow)
-        self._change(job)
-        phases = [""]
-        while (not pods and path in self.objects) or any(phase not in ("Succeeded", "Failed") for phase in phases):
-            if "deletionTimestamp" in job["metadata"]:
-                break
-            phases = [pod.status["phase"] for pod in pods]
-            if "Failed" in phases:
-                break
+        """Run the pods, replace failed pods as the Job's policies require, and set the Job's result."""
+        port, created = str(two_free_ports()), list[_Pod]()
+        newest: dict[int, _Pod] = {}
+        starts_s: dict[int, float] = {}
+        num_failures, end = 0, ""
+        while not end and "deletionTimestamp" not in job["metadata"] and self._server.socket.fileno() >= 0:
+            specification = _job_of(job)
+            num_pods = 0 if self.warnings else specification["completions"]
+            for index in range(num_pods):
+                if index not in newest and time.monotonic() >= starts_s.get(index, 0.0):
+                    newest[index] = self._start_pod(job, index, port, str(len(created)))
+                    created.append(newest[index])
+                    self._change(job)
+            for index in [index for index in newest if index >= num_pods]:
+                self._spawn(self._remove_pod, newest.pop(index))
+                self._change(job)
+            succeeded = [index for index, pod in newest.items() if pod.status["phase"] == "Succeeded"]
+            if (newest and len(succeeded) == num_pods) or ("successPolicy" in specification and 0 in succeeded):
+                end = "Complete"
+            for index in [index for index, pod in newest.items() if pod.status["phase"] == "Failed"]:
+                action = _find_action(specification, newest.pop(index))
+                num_failures += action == "Count"
+                if action == "FailJob" or num_failures > specification["backoffLimit"]:
+                    end = "Failed"
+                starts_s[index] = time.monotonic() + self.backoff_s
             time.sleep(0.02)
-        has_failed = "Failed" in phases
-        if has_failed or "deletionTimestamp" in job["metadata"]:
-            for pod in pods:
+        for pod in created:
+            if not pod.is_closed:
                 self._spawn(pod.stop)
-            while any(pod.process is not None and not pod.is_closed for pod in pods):
-                time.sleep(0.02)
-        end = (
-            {"type": "Failed", "reason": "BackoffLimitExceeded"} if has_failed else {"type": _ENDS[path.split("/")[-2]]}
-        )
-        job["status"]["conditions"] = [{**end, "status": "True"}]
+        while any(pod.process is not None and not pod.is_closed for pod in created):
+            time.sleep(0.02)
+        failed = {"type": "Failed", "reason": "BackoffLimitExceeded"}
+        job["status"]["conditions"] = [
+            {**(failed if end == "Failed" else {"type": _ENDS[path.split("/")[-2]]}), "status": "True"}
+        ]
         self._change(job)
         while "deletionTimestamp" not in job["metadata"]:
             if self._server.socket.fileno() < 0:
                 return
             time.sleep(0.02)
-        for pod in pods:
-            del self.pods[pod.manifest["metadata"]["name"]]
+        for pod in created:
+            self.pods.pop(pod.manifest["metadata"]["name"], None)
         del self.objects[path]
+
+    def _start_pod(self, job: Manifest, index: int, port: str, number: str) -> _Pod:
+        """Start the pod of an index. Each pod of the job has another `number`."""
+        name, kind, num_pods = job["metadata"]["name"], job["kind"], _job_of(job)["completions"]
+        container = _container_of(job)
+        own_name = f"{name}-{index}-abc"
+        metadata: Manifest = {
+            "name": f"{own_name}{number}" if own_name in self.pods else own_name,
+            "uid": f"{job['metadata']['uid']}-{number}",
+            "labels": {"job-name": name} if kind == "Job" else {"jobset.sigs.k8s.io/jobset-name": name},
+            "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
+            "creationTimestamp": _now(0),
+        }
+        pod = _Pod({"metadata": metadata, "status": {"phase": "Pending"}})
+        self.pods[metadata["name"]] = pod
+        missing = self._find_missing(container)
+        if self.unscheduled:
+            pod.status["conditions"] = [{"type": "PodScheduled", "status": "False", "message": self.unscheduled}]
+        elif self.waiting or missing:
+            pod.set_state("Pending", waiting=self.waiting or missing)
+        else:
+            variables = self._variables_of(container, kind, num_pods, index, port)
+            pod.start([_expand(word, variables) for word in container["command"]], variables, self.folder)
+            self._spawn(pod.follow)
+        return pod
+
+    def _remove_pod(self, pod: _Pod) -> None:
+        pod.stop()
+        self.pods.pop(pod.manifest["metadata"]["name"], None)
 
     def _find_missing(self, container: Manifest) -> Manifest:
         for variable in container.get("env", ()):
@@ -333,14 +364,34 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"0\r\n\r\n")
 
 
-def _container_of(job: Manifest) -> tuple[Manifest, int]:
-    """Return the container of a job's pods, and the number of pods."""
-    specification = job["spec"]
+def _container_of(job: Manifest) -> Manifest:
+    """Return the container of a job's pods."""
+    is_train_job = job["kind"] == "TrainJob"
+    container: Manifest = job["spec"]["trainer"] if is_train_job else _job_of(job)["template"]["spec"]["containers"][0]
+    return container
+
+
+def _job_of(job: Manifest) -> Manifest:
+    """Return the specification of a Job with the number of pods and the policies."""
+    specification: Manifest = job["spec"]
     if job["kind"] == "TrainJob":
-        return specification["trainer"], specification["trainer"]["numNodes"]
+        return {"completions": specification["trainer"]["numNodes"], "backoffLimit": 0}
     if job["kind"] == "JobSet":
         specification = specification["replicatedJobs"][0]["template"]["spec"]
-    return specification["template"]["spec"]["containers"][0], specification["completions"]
+    return specification
+
+
+def _find_action(specification: Manifest, pod: _Pod) -> str:
+    """Return the action of the first rule for a failed pod, or ``Count``."""
+    status = pod.status["containerStatuses"][0]["state"]["terminated"]["exitCode"]
+    conditions = {condition["type"] for condition in pod.status.get("conditions", ())}
+    for rule in specification.get("podFailurePolicy", {}).get("rules", ()):
+        codes = rule.get("onExitCodes")
+        if codes is not None and (status in codes["values"]) == (codes["operator"] == "In"):
+            return str(rule["action"])
+        if conditions & {pattern["type"] for pattern in rule.get("onPodConditions", ())}:
+            return str(rule["action"])
+    return "Count"
 
 
 def _expand(word: str, variables: dict[str, str]) -> str:

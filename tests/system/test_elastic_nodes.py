@@ -10,6 +10,8 @@ import pytest
 from tests.free_ports import two_free_ports
 from tests.warm.processes import RANKS
 
+from paceline.launch.engines.engine import LOST_NODE_STATUS
+
 from .elastic_training import TRAIN, check_items, ends
 from .running import Commands, Finished, Running
 
@@ -82,7 +84,7 @@ def test_a_node_is_silent(nodes: Nodes, tmp_path: Path, *, comes_back: bool) -> 
         finished = [each.wait() for each in running]
         assert "node 1 is back" in finished[0].err
     else:
-        assert running[1].wait().status == 1
+        assert running[1].wait().status == LOST_NODE_STATUS
     assert {each.status for each in finished} == {0}, finished
     check_ranks(finished, 0, 2, *([3] if comes_back else []))
     check_items(tmp_path)
@@ -94,7 +96,7 @@ def test_the_other_nodes_end_with_node_0(nodes: Nodes) -> None:
     running[0].kill()
     for each in running[1:]:
         finished = each.wait(30)
-        assert finished.status == 1, finished
+        assert finished.status == LOST_NODE_STATUS, finished
         assert "node 0 does not answer" in finished.err, finished
 
 
@@ -102,9 +104,9 @@ def test_too_few_ranks_end_the_run_on_all_nodes(nodes: Nodes) -> None:
     running = [nodes.start(node, min_ranks=3) for node in range(3)]
     running[2].wait_line("starts 2 ")
     running[2].kill()
-    for each in running[:2]:
+    for each, status in zip(running[:2], (1, LOST_NODE_STATUS), strict=True):
         finished = each.wait(30)
-        assert finished.status == 1, finished
+        assert finished.status == status, finished
         assert "2 ranks are left, and --min-ranks is 3" in finished.err, finished
 
 

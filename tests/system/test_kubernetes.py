@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from paceline.launch.engines.kubernetes_api import ClusterApi
 from paceline.launch.engines.manifests import PodOptions
 from paceline.launch.engines.options import EngineFlags
 
+from .elastic_training import TRAIN, check_items, ends
 from .kubernetes_cluster import KubernetesCluster
 from .running import Commands
 
@@ -45,14 +47,24 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kuberne
     cluster.close()
 
 
-def follow(program: str, *, num_nodes: int = 1, timeout_s: float | None = None, **options: Any) -> RunEnd:
+def follow(
+    program: str,
+    *,
+    num_nodes: int = 1,
+    timeout_s: float | None = None,
+    is_elastic: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> RunEnd:
     """Run a program in Python on pods."""
-    role = RunRole(name="ranks", command=(sys.executable, "-uc", program), num_nodes=num_nodes, num_cpus=1)
+    command = (sys.executable, "-uc", program)
+    role = RunRole(name="ranks", command=command, num_nodes=num_nodes, num_cpus=1, is_elastic=is_elastic)
     flags = EngineFlags(queue_timeout=timeout_s, pods=PodOptions(image="image", name="demo", **options))
     deadline = time.monotonic() + 60.0
     with Kubernetes(flags) as engine:
         engine.start([role])
         while (end := engine.poll()) is None:
+            meanwhile()
             assert time.monotonic() < deadline
     return end
 
@@ -118,6 +130,123 @@ def test_the_status_of_a_failed_pod_is_returned(cluster: KubernetesCluster, capf
     assert "pod demo-1-abc ended with status 3" in end.reason
     assert cluster.objects == {}
     assert follow("import os; os.kill(os.getpid(), 9)").status == 137
+
+
+_LOSES_POD_1 = """
+import os, pathlib, sys, time
+starts = pathlib.Path("starts")
+if os.environ["PET_NODE_RANK"] == "1":
+    with starts.open("a") as file:
+        file.write(".")
+    count = starts.stat().st_size
+    if count == 1:
+        os.kill(os.getpid(), 9)
+    if count == 2:
+        sys.exit(75)
+    time.sleep(60)
+while not starts.exists() or starts.stat().st_size < 3:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+def test_lost_pods_of_an_elastic_run_are_replaced(
+    cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    assert follow(_LOSES_POD_1, num_nodes=2, is_elastic=True, kind=kind) == RunEnd(0, None)
+    assert cluster.objects == {}
+    assert "3 of 2" not in capfd.readouterr().err
+    (cluster.folder / "starts").unlink()
+    assert follow(_LOSES_POD_1, num_nodes=2, kind=kind).status in (137, 143)
+
+
+def test_pods_that_kubernetes_removes_are_replaced_without_a_limit(cluster: KubernetesCluster) -> None:
+    program = """
+import os, pathlib, time
+starts = pathlib.Path("starts")
+if os.environ["PET_NODE_RANK"] == "1":
+    with starts.open("a") as file:
+        file.write(".")
+    time.sleep(60)
+while not starts.exists() or starts.stat().st_size < 3:
+    time.sleep(0.02)
+"""
+
+    evicted: list[str] = []
+
+    def evict() -> None:
+        starts = cluster.folder / "starts"
+        running = [name for name, pod in [*cluster.pods.items()] if pod.status["phase"] == "Running"]
+        name = next((name for name in running if name.startswith("demo-1-") and name not in evicted), None)
+        if name is not None and starts.exists() and starts.stat().st_size > len(evicted):
+            evicted.append(name)
+            cluster.evict(name)
+
+    end = follow(program, num_nodes=2, is_elastic=True, restarts=0, meanwhile=evict)
+    assert end == RunEnd(0, None)
+
+
+def test_the_status_of_an_elastic_run_is_that_of_node_0(cluster: KubernetesCluster) -> None:
+    cluster.backoff_s = 60.0
+    program = """
+import os, pathlib, sys, time
+if os.environ["PET_NODE_RANK"] == "1":
+    pathlib.Path("ends").touch()
+    sys.exit(75)
+while not pathlib.Path("ends").exists():
+    time.sleep(0.02)
+time.sleep(1.1)  # the times of containers have seconds
+sys.exit(3)
+"""
+    end = follow(program, num_nodes=2, is_elastic=True)
+    assert end.status == 3
+    assert "pod demo-0-abc ended with status 3" in str(end.reason)
+
+
+def test_the_number_of_pods_changes(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:
+    program = """
+import os, pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path("removed").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+if os.environ["PET_NODE_RANK"] == "2":
+    pathlib.Path("added").touch()
+while not pathlib.Path("removed").exists():
+    time.sleep(0.02)
+"""
+    printed = ""
+
+    def scale() -> None:
+        nonlocal printed
+        printed += capfd.readouterr().err
+        job = next((path for path in cluster.objects if "/jobs/" in path), None)
+        if job is not None and "3 of 3 pods have started" in printed and (cluster.folder / "added").exists():
+            cluster.scale(job, 2)
+        elif job is not None and "2 of 2 pods have started" in printed:
+            cluster.scale(job, 3)
+
+    assert follow(program, num_nodes=2, is_elastic=True, meanwhile=scale) == RunEnd(0, None)
+    assert "3 of 3 pods have started" in printed
+
+
+def test_an_elastic_training_replaces_pods_and_grows(paceline: Commands, cluster: KubernetesCluster) -> None:
+    (cluster.folder / "train.py").write_text(TRAIN)
+    paceline.environment["KUBECONFIG"] = str(cluster.config)
+    options = ["--strategy", "all-reduce", "--nodes", "2", "--min-ranks", "1", "--max-ranks", "3"]
+    words = ["--on", "kubernetes", "--image", "image", "--name", "demo", *options, "--heartbeat-timeout", "2"]
+    running = paceline.start("run", *words, "train.py", "", "3")
+    running.wait_line("starts 1 ")
+    os.killpg(cluster.pods["demo-1-abc"].process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    running.wait_line("starts 2 ")
+    cluster.scale("/apis/batch/v1/namespaces/ml/jobs/demo", 3)
+    running.wait_line("node 2 has arrived")
+    finished = running.wait()
+    assert finished.status == 0, finished
+    last = ends(finished)
+    assert last.keys() == {0, 2, 3}
+    assert len(set(last.values())) == 1, "the ranks differ"
+    check_items(cluster.folder)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +437,11 @@ def test_ctrl_c_deletes_the_run(paceline: Commands, cluster: KubernetesCluster) 
         (("--partition", "p", "train.py"), "--partition is for --on slurm"),
         (("--node-rank", "1", "train.py"), "--node-rank"),
         (("--nodes", "2", "--min-ranks", "3", "train.py"), "--min-ranks 3"),
+        (("--nodes", "2", "--min-ranks", "1", "--max-ranks", "1", "train.py"), "--max-ranks 1: 2 ranks"),
+        (
+            ("--kind", "jobset", "--strategy", "all-reduce", "--min-ranks", "1", "--max-ranks", "2", "t.py"),
+            "--kind job",
+        ),
         ((), "no script"),
     ],
 )

@@ -71,8 +71,9 @@ def manifests(
     if name == "run":
         options = build_flags(RunOptions, "options", values)
         check_script(options, is_here=False)
-        nnodes = plan_roles(options).nodes  # raises UsageError for invalid options
-        found = manifests_of_run(pods, make_token(), nnodes, ["paceline", *command])
+        plan = plan_roles(options, can_grow=pods.kind == "job")  # raises UsageError for invalid options
+        words = ["paceline", *command]
+        found = manifests_of_run(pods, make_token(), plan.nodes, words, is_elastic=plan.continues_without_nodes)
     elif name == "scheduler":
         build_flags(ClusterFlags, "cluster", values).parse()  # raises UsageError for invalid settings
         found = manifests_of_cluster(pods, make_token(), values["servers"], values["workers"], arguments)

@@ -176,6 +176,7 @@ def test_variables(
         ("PET_NPROC_PER_NODE=0", ["PET_NPROC_PER_NODE is '0'"]),
         ("PET_NNODES=0", ["PET_NNODES is '0'"]),
         ("PET_NNODES=2", ["2 nodes", "PET_MASTER_ADDR"]),
+        ("PET_NNODES=2 PET_NODE_RANK=2 PET_MASTER_ADDR=h", ["2 nodes", "PET_NODE_RANK"]),
         ("PET_NNODES=1 PET_NPROC_PER_NODE=2", ["--min-ranks 3", "2 ranks"]),
         ("PET_NPROC_PER_NODE=2", ["--min-ranks 3", "2 ranks"]),
         ("PACELINE_TLS_KEY=no.pem", ["PACELINE_TLS_KEY=no.pem"]),
@@ -193,7 +194,7 @@ def test_variables_of_run(
     code, message = run("run --strategy all-reduce --min-ranks 3 script.py", monkeypatch, capsys)
     assert (code, message.count("\n")) == (2, 1), message
     assert [text for text in texts if text not in message] == [], message
-    assert not {"--nnodes", "--nproc-per-node", "--node-rank"} & set(message.split()), message
+    assert not {"--nnodes", "--nproc-per-node"} & set(message.split()), message
 
 
 def set_variables(variables: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from kubeflow_trainer_api import models
 
 from paceline.environment import environment
 from paceline.errors import UsageError
+from paceline.launch.engines.engine import LOST_NODE_STATUS
 from paceline.launch.engines.manifests import (
     PodOptions,
     manifests_of_cluster,
@@ -58,6 +59,33 @@ def test_manifests_of_a_script_are_valid(pods: PodOptions, kind: str, nnodes: in
             dataclasses.replace(pods, kind=kind), "token", nnodes, ["paceline", "run", "--nnodes", "4", "train.py"]
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "restarts", "limit", "restarts_of_set"),
+    [("job", None, 40, None), ("job", 2, 8, None), ("jobset", 2, 40, 2)],
+)
+def test_an_elastic_run_continues_without_pods_except_pod_0(
+    kind: str, restarts: int | None, limit: int, restarts_of_set: int | None
+) -> None:
+    pods = dataclasses.replace(SMALL, kind=kind, restarts=restarts)
+    manifests = manifests_of_run(pods, "t", 4, ["paceline", "run", "train.py"], is_elastic=True)
+    check(manifests)
+    job = manifests[-1]["spec"]
+    if kind == "jobset":
+        assert job["failurePolicy"]["maxRestarts"] == restarts_of_set
+        job = job["replicatedJobs"][0]["template"]["spec"]
+    assert job["backoffLimit"] == limit
+    assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    ignored, failed = job["podFailurePolicy"]["rules"]
+    assert (ignored["action"], failed["action"]) == ("Ignore", "FailJob")
+    assert failed["onExitCodes"]["values"] == sorted([LOST_NODE_STATUS, 137, 143])  # Kubernetes requires the order
+    assert "podFailurePolicy" not in manifests_of_run(pods, "t", 4, ["train.py"])[-1]["spec"]
+
+
+def test_one_elastic_pod_that_others_may_join_has_an_address() -> None:
+    kinds = [manifest["kind"] for manifest in manifests_of_run(SMALL, "t", 1, ["train.py"], is_elastic=True)]
+    assert kinds == ["Secret", "Service", "Job"]
 
 
 @pytest.mark.parametrize("pods", [PODS, SMALL], ids=["all options", "no options"])

@@ -41,6 +41,7 @@ class Run:
             [RankPlan(rank=3 * node + rank, environment={}) for rank in range(3)],
             self._start,
             node=node,
+            max_ranks=num_ranks,
             address=Address("tcp", "127.0.0.1", port),
             token=TOKEN,
             tls=None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ import pytest
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.filters import FILTERS
-from paceline.launch.flags import FilterModuleFlags
+from paceline.launch.engines.engine import Placement
+from paceline.launch.flags import RENDEZVOUS_PORT, FilterModuleFlags
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import lay_out_node, lay_out_worker, parse_cluster, plan_ranks, servers_of_node
 from paceline.launch.run.run import run_script
-from paceline.strategies import choose_strategy
+from paceline.launch.run.setup import plan_node
+from paceline.strategies import StrategyFlags, choose_strategy
+from paceline.strategies.elastic import ElasticFlags
 
 _ALL_REDUCE = choose_strategy("all-reduce", processes=6)
 
@@ -34,6 +39,36 @@ def test_the_environment_of_ranks_on_one_of_several_nodes() -> None:
         "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
         "PACELINE_ROLE": "worker", "PACELINE_STRATEGY": "all-reduce", "PACELINE_TOKEN": "t", "OMP_NUM_THREADS": "4",
     }  # fmt: skip
+
+
+def test_more_nodes_may_join_up_to_the_largest_number_of_ranks() -> None:
+    lay_out = partial(lay_out_node, nproc_per_node=2, nnodes=1, master_addr="h", master_port=None, max_ranks=9)
+    layout = lay_out(node_rank=3)
+    assert (layout.ranks, layout.world_size, layout.master_port) == ((6, 7), 2, RENDEZVOUS_PORT)
+    with pytest.raises(UsageError, match="there are 4 nodes"):
+        lay_out(node_rank=4)
+
+
+def test_nodes_that_may_be_more_have_a_token_and_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = RunOptions(
+        script="s.py", nproc_per_node=1, node_rank=2, master_port=29501, max_ranks=4, strategy="all-reduce",
+        flags=StrategyFlags(elastic=ElasticFlags(min_ranks=1)),
+    )  # fmt: skip
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    with pytest.raises(UsageError, match="--master-addr"):
+        plan_node(options)
+    options = replace(options, master_addr="127.0.0.1")
+    with pytest.raises(UsageError, match="PACELINE_TOKEN"):
+        plan_node(options)
+    monkeypatch.setenv("PACELINE_TOKEN", "a secret of the tests")
+    setup = plan_node(options)
+    assert setup.layout is not None
+    (plan,) = plan_ranks(setup.layout, setup.choice, {}, token="t", scheduler=None, threads=None, cores=1)
+    found = environment(plan.environment)  # raises UsageError if the rank is not below the world size
+    assert (found.rank, found.world_size) == (2, 4)
+    placement = Placement(launcher=0, num_launchers=2, address="h", job="1")
+    with pytest.raises(UsageError, match="--max-ranks 4"):
+        plan_node(replace(options, node_rank=None, master_addr=None), placement)
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,7 @@ def test_output_that_appears_in_a_newly_opened_file(
         (["--sbatch", "a\nb"], "one line"),
         (["--strategy", "mirrored", "--nodes", "2"], "mirrored"),
         (["--min-ranks", "3", "--nodes", "2"], "--min-ranks 3"),
+        (["--min-ranks", "1", "--max-ranks", "3", "--nodes", "2", "--strategy", "all-reduce"], "--max-ranks 3"),
         (["--node-rank", "0"], "--node-rank"),
     ],
 )

@@ -6,11 +6,18 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from typing_extensions import override
 
 from paceline.closing import Closing
 from paceline.errors import UsageError
+
+LOST_NODE_STATUS: Final = 75
+"""Exit status of an elastic launcher that cannot continue, except on node 0 (``EX_TEMPFAIL`` in C).
+
+Node 0's exit status is the result of the training.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

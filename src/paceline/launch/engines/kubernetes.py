@@ -69,7 +69,7 @@ class Kubernetes(RunEngine):
     def _manifests_of(self, role: RunRole, last: RunRole) -> list[Manifest]:
         """Return the manifests of a role. The object of the last manifest owns the role's pods."""
         pods = self._pods if role is last else replace(self._pods, name=f"{self._pods.name}-{role.name}")
-        return manifests_of_run(pods, self._token, role.num_nodes, role.command)
+        return manifests_of_run(pods, self._token, role.num_nodes, role.command, is_elastic=role.is_elastic)
 
     def _create(self, manifest: Manifest) -> Manifest:
         """Create an object. Raises ApiError, or UsageError if an object of another run has its name."""

@@ -19,13 +19,17 @@ from paceline.command_options import option
 from paceline.errors import UsageError
 from paceline.launch.flags import RENDEZVOUS_PORT, SCHEDULER_PORT
 
-from .engine import check_utf8
+from .engine import LOST_NODE_STATUS, check_utf8
 
 Manifest: TypeAlias = dict[str, Any]
 
 KINDS: Final = ("job", "jobset", "trainjob")
 CONTAINER: Final = "node"
 """Name of the container in the pods of a run, also in Kubeflow's runtime."""
+STATUSES_OF_SIGNALS: Final = (137, 143)
+"""Exit statuses of containers that were killed or asked to end."""
+_NUM_REPLACEMENTS: Final = 10
+"""How often a pod of an elastic run is replaced, on average, if Kubernetes did not remove the pod itself."""
 _TLS_FOLDER: Final = "/etc/paceline/tls"
 _TLS_FILES: Final = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}  # those of cert-manager
 _GRACE_S: Final = 600
@@ -58,7 +62,11 @@ class PodOptions:
     )
     secret: str | None = option("Secret with the token (key token); default: a new Secret with a random token.")
     tls_secret: str | None = option("Secret with tls.crt, tls.key and ca.crt (as from cert-manager); turns TLS on.")
-    restarts: int = option("How often a failed pod (jobset: all pods) is started again.", default=0, min=0)
+    restarts: int | None = option(
+        "How often a failed pod (jobset: all pods) is started again; default 0. A Job with --min-ranks: how often a "
+        "lost pod is replaced; default 10.",
+        min=0,
+    )
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -100,27 +108,36 @@ def _check_name(flag: str, name: str | None, pattern: re.Pattern[str], most: int
         raise UsageError(f"--{flag} {name}: expected a name of Kubernetes: at most {most} lower-case {letters}")
 
 
-def manifests_of_run(pods: PodOptions, token: str, nnodes: int, command: Sequence[str]) -> list[Manifest]:
+def manifests_of_run(
+    pods: PodOptions, token: str, nnodes: int, command: Sequence[str], *, is_elastic: bool = False
+) -> list[Manifest]:
     """Return the manifests for a command in `nnodes` pods. The object of the last manifest owns the pods.
 
     Environment variables give each ``paceline run`` its node's number. The `token` is not used if the options name a
-    Secret, or for a single pod.
+    Secret, or for a single pod. The pods of an elastic run are replaced, and their number may change.
     """
-    one_pod = nnodes == 1
+    one_pod = nnodes == 1 and not is_elastic
     secret = [] if one_pod or pods.secret else [_secret(pods, token)]
     variables = [] if one_pod or pods.kind == "trainjob" else _variables_of_node(pods, nnodes)
     pod = _pod(pods, _escape(command), has_token=not one_pod, variables=variables)
     if pods.kind == "trainjob":
         return [*secret, _train_job(pods, nnodes, pod["containers"][0])]
-    indexed = {"completionMode": "Indexed", "completions": nnodes, "parallelism": nnodes}
+    indexed: dict[str, Any] = {"completionMode": "Indexed", "completions": nnodes, "parallelism": nnodes}
+    if is_elastic:
+        indexed |= _elastic_policies()
+    restarts = _NUM_REPLACEMENTS if is_elastic else 0
     if pods.kind == "jobset":
-        job = {**indexed, "backoffLimit": 0, "template": _template(pods, "node", pod)}
+        job = {**indexed, "backoffLimit": restarts * nnodes, "template": _template(pods, "node", pod)}
         jobs = [{"name": "node", "replicas": 1, "template": {"spec": job}}]
         network = {"enableDNSHostnames": True, "subdomain": pods.name, "publishNotReadyAddresses": True}
-        specification = {"network": network, "failurePolicy": {"maxRestarts": pods.restarts}, "replicatedJobs": jobs}
+        specification = {
+            "network": network,
+            "failurePolicy": {"maxRestarts": pods.restarts or 0},
+            "replicatedJobs": jobs,
+        }
         return [*secret, _object(pods, "jobset.x-k8s.io/v1alpha2", "JobSet", pods.name, specification)]
     # If one node fails, the other nodes fail too, and Kubernetes counts every failed pod.
-    limit = pods.restarts * nnodes
+    limit = nnodes * (restarts if pods.restarts is None else pods.restarts)
     job = {**indexed, "backoffLimit": limit, "template": _template(pods, "node", {**pod, "subdomain": pods.name})}
     service = [] if one_pod else [_headless(pods, pods.name, "node")]
     return [*secret, *service, _object(pods, "batch/v1", "Job", pods.name, job)]
@@ -158,7 +175,7 @@ def manifests_of_cluster(
 def manifests_of_training(pods: PodOptions, command: Sequence[str]) -> list[Manifest]:
     """Return a Job for ``paceline train`` on the cluster of this name; `command` has the arguments of ``train``."""
     pod = _pod(pods, ["paceline", "train", "--scheduler", pods.scheduler, *_escape(command)], role="train")
-    job = {"backoffLimit": pods.restarts, "template": _template(pods, "train", pod)}
+    job = {"backoffLimit": pods.restarts or 0, "template": _template(pods, "train", pod)}
     return [_object(pods, "batch/v1", "Job", f"{pods.name}-train", job)]
 
 
@@ -179,6 +196,19 @@ def format_manifests(manifests: Sequence[Manifest]) -> str:
 
     Dumper.add_representer(str, represent)
     return str(yaml.dump_all(manifests, None, Dumper, sort_keys=False, width=1000, allow_unicode=True))
+
+
+def _elastic_policies() -> dict[str, Any]:
+    """Return the policies of a Job that continues without lost pods and replaces them. Needs Kubernetes 1.31.
+
+    The result of the Job is that of node 0. Pods that Kubernetes removes from a node do not count as failed.
+    """
+    codes = {"containerName": CONTAINER, "operator": "NotIn", "values": [LOST_NODE_STATUS, *STATUSES_OF_SIGNALS]}
+    rules = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": codes},
+    ]
+    return {"podFailurePolicy": {"rules": rules}, "successPolicy": {"rules": [{"succeededIndexes": "0"}]}}
 
 
 def _variables_of_node(pods: PodOptions, nnodes: int) -> list[Manifest]:

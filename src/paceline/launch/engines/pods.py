@@ -8,12 +8,11 @@ from typing import Any, Final
 
 from paceline.errors import printable
 
-from .engine import RunEnd
+from .engine import LOST_NODE_STATUS, RunEnd
 from .kubernetes_api import ApiError, ClusterApi
-from .manifests import CONTAINER, Manifest
+from .manifests import CONTAINER, STATUSES_OF_SIGNALS, Manifest
 
 _SHOWN_CHARS: Final = 400
-_STATUSES_OF_SIGNALS: Final = (137, 143)
 _NEVER_STARTS: Final = {"InvalidImageName", "ErrImageNeverPull"}
 _STARTS: Final = {"", "ContainerCreating", "PodInitializing"}
 """Reasons for which a container waits although nothing is wrong."""
@@ -69,6 +68,15 @@ def read_pod(manifest: Mapping[str, Any]) -> Pod:
     )
 
 
+def _failure_order(pod: Pod) -> tuple[bool, str, bool]:
+    """Return a key by which the pod that caused the failure is the first one.
+
+    Other launchers of an elastic run end before that of node 0. Kubernetes kills the other pods, perhaps in the same
+    second, so prefer a status that is not a signal.
+    """
+    return pod.status == LOST_NODE_STATUS, pod.finished or "~", pod.status in STATUSES_OF_SIGNALS
+
+
 def _find_scheduling_problem(status: Mapping[str, Any]) -> str:
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
@@ -80,7 +88,7 @@ class PodGroup:
     """The pods of a role and the object that owns them, as last reported by the API server."""
 
     def __init__(self, api: ClusterApi, manifest: Manifest, num_nodes: int) -> None:
-        """`manifest` is the created object."""
+        """`manifest` is the created object. The number of its pods may change, if it is a Job."""
         self._api, self._object, self._num_nodes = api, manifest, num_nodes
         self._uid = manifest["metadata"]["uid"]
         self.name = f"{manifest['kind']} {manifest['metadata']['name']}"
@@ -95,13 +103,22 @@ class PodGroup:
         if found["metadata"]["uid"] != self._uid:
             raise ApiError("it was replaced", 404)
         self._object = found
+        self._num_nodes = found.get("spec", {}).get("completions", self._num_nodes)
         # The object has a new version whenever the number of its active pods changes.
         version = found["metadata"]["resourceVersion"]
         if not self.has_started or version != self._listed:
             self.pods = self._list_pods()
             self._listed = version
-        started = {pod.node or pod.name for pod in self.pods if pod.has_started}
-        self.has_started |= len(started) >= self._num_nodes
+        self.has_started |= self._num_started >= self._num_nodes
+
+    @property
+    def _newest(self) -> list[Pod]:
+        """The newest pod of each node."""
+        return [*{pod.node or pod.name: pod for pod in sorted(self.pods, key=lambda pod: pod.created)}.values()]
+
+    @property
+    def _num_started(self) -> int:
+        return sum(pod.has_started for pod in self._newest)
 
     def _list_pods(self) -> list[Pod]:
         """Return the pods of this object, without those of a deleted object with the same name."""
@@ -120,13 +137,11 @@ class PodGroup:
             if condition["status"] == "True" and condition["type"] in ("Complete", "Completed"):
                 return RunEnd(0, None)
             if condition["status"] == "True" and condition["type"] == "Failed":
-                newest = {pod.node or pod.name: pod for pod in sorted(self.pods, key=lambda pod: pod.created)}
-                failed = [pod for pod in newest.values() if pod.has_failed]
+                failed = [pod for pod in self._newest if pod.has_failed]
                 if not failed:
                     reason = _join(condition.get("reason", ""), condition.get("message", ""))
                     return RunEnd(1, f"{self.name} failed: {reason}")
-                # Kubernetes kills the other pods, perhaps in the same second, so prefer a status that is not a signal.
-                first = min(failed, key=lambda pod: (pod.finished or "~", pod.status in _STATUSES_OF_SIGNALS))
+                first = min(failed, key=_failure_order)
                 because = f" ({first.failure})" if first.failure else ""
                 return RunEnd(
                     first.status or 1, f"{self.name} failed: pod {first.name} ended with status {first.status}{because}"
@@ -135,8 +150,7 @@ class PodGroup:
 
     def describe_start(self) -> tuple[str, bool]:
         """Return a text about the started and waiting pods, and whether the waiting pods can never start."""
-        num_started = sum(pod.has_started for pod in self.pods)
-        text = f"{self.name}: {num_started} of {self._num_nodes} pods have started"
+        text = f"{self.name}: {self._num_started} of {self._num_nodes} pods have started"
         waiting = [pod for pod in self.pods if not pod.has_started and not pod.is_over]
         known = next((pod for pod in waiting if pod.waits_for), None)
         if known is not None:

@@ -46,6 +46,7 @@ class ElasticRun(Closing):
         start: Callable[[RankPlan], Rank],
         *,
         node: int,
+        max_ranks: int,
         address: Address,
         token: str,
         tls: TLS | None,
@@ -53,6 +54,7 @@ class ElasticRun(Closing):
     ) -> None:
         """`start` starts a rank's process. The launcher of node 0 serves the coordinator at `address`.
 
+        More nodes than at the start may join, until there are `max_ranks` ranks.
         A launcher is lost if node 0 receives no message from it for `timeout_s` seconds. Raises AddressError if the
         address is not free on node 0, and DeadlineError if node 0 does not answer on another node.
         """
@@ -86,7 +88,7 @@ class ElasticRun(Closing):
             rules = Coordinator(
                 range(options.num_ranks),
                 min_ranks=options.min_ranks,
-                max_ranks=options.num_ranks,
+                max_ranks=max_ranks,
                 report_timeout_s=REPORT_TIMEOUT_S,
             )
             launchers = Launchers(options.num_ranks, timeout_s=timeout_s, start_by_s=time.monotonic() + PATIENCE_S)

@@ -54,16 +54,18 @@ def roles_of(options: RunOptions) -> list[RunRole]:
     counts = None
     if options.engine.hosts is not None:
         options, counts = _on_hosts(options, options.engine.hosts)
-    plan = plan_roles(options, counts)
+    is_kubernetes = options.engine.on == "kubernetes"
+    plan = plan_roles(options, counts, can_grow=is_kubernetes and options.engine.pods.kind == "job")
     nnodes, num_servers = plan.nodes, plan.servers
     inner = replace(options, engine=EngineFlags(), nnodes=None)
     assert options.script is not None
     script = (options.script, *(options.arguments or ()))
     num_cpus = plan.ranks_per_node * (1 if options.threads is None else options.threads)
-    if options.engine.on == "kubernetes":  # use the image's Python; each pod also runs a part of the servers
+    if is_kubernetes:  # use the image's Python; each pod also runs a part of the servers
         words = words_of(replace(options, engine=EngineFlags()))
         command = ("paceline", "run", *words, *script)
-        return [RunRole(name="ranks", command=command, num_nodes=nnodes, num_cpus=num_cpus)]
+        is_elastic = plan.continues_without_nodes
+        return [RunRole(name="ranks", command=command, num_nodes=nnodes, num_cpus=num_cpus, is_elastic=is_elastic)]
     command = (sys.executable, "-m", "paceline", "run")
     words = words_of(replace(inner, job="worker") if num_servers else inner)
     ranks = RunRole(

@@ -75,6 +75,10 @@ class RunOptions:
     cluster: Path | None = option(
         'Static cluster: file {"server": ["host:port", ...], "worker": [...]}.', panel=_MACHINES
     )
+    max_ranks: int | None = option(
+        "With --min-ranks: more nodes than --nnodes may join, up to this many ranks on all nodes; default: no more.",
+        panel=_MACHINES,
+    )
     engine: EngineFlags = EngineFlags()
     job: str | None = option(
         "--cluster, or separate steps of srun: the job of this process, server or worker.", panel=_MACHINES

@@ -139,17 +139,28 @@ class RankPlan:
 
 
 def lay_out_node(
-    *, nproc_per_node: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
+    *,
+    nproc_per_node: int,
+    nnodes: int,
+    node_rank: int,
+    master_addr: str | None,
+    master_port: int | None,
+    max_ranks: int | None = None,
 ) -> Layout:
+    """Return the ranks of a node. Further nodes, up to `max_ranks` ranks, may join an elastic training."""
     for name, value in (("--nproc-per-node", nproc_per_node), ("--nnodes", nnodes)):
         if value < 1:
             raise UsageError(f"{name} {value}: expected 1 or more")
-    if not 0 <= node_rank < nnodes:
-        raise UsageError(f"--node-rank {node_rank}: there are {nnodes} nodes, expected a number from 0 to {nnodes - 1}")
-    if nnodes > 1 and not master_addr:
-        raise UsageError(f"{nnodes} nodes: pass --master-addr, node 0's address (with PET_NNODES: PET_MASTER_ADDR)")
+    most = nnodes if max_ranks is None else max(max_ranks // nproc_per_node, nnodes)
+    if not 0 <= node_rank < most:
+        raise UsageError(
+            f"--node-rank {node_rank}: there are {most} nodes, expected a number from 0 to {most - 1} (with "
+            "PET_NNODES: PET_NODE_RANK)"
+        )
+    if most > 1 and not master_addr:
+        raise UsageError(f"{most} nodes: pass --master-addr, node 0's address (with PET_NNODES: PET_MASTER_ADDR)")
     if master_port is None:
-        master_port = 0 if nnodes == 1 else RENDEZVOUS_PORT
+        master_port = 0 if most == 1 else RENDEZVOUS_PORT
     elif not 1 <= master_port <= 65534:
         raise UsageError(f"--master-port {master_port}: expected a port from 1 to 65534")
     first = node_rank * nproc_per_node

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.environment import environment
-from paceline.errors import UsageError
+from paceline.errors import DeadlineError, UsageError
 from paceline.filters import parse_filters
 from paceline.filters.gradients import gradient_filters
 from paceline.filters.modules import with_modules
+from paceline.launch.engines.engine import LOST_NODE_STATUS, report
 from paceline.launch.local import wait_cluster
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.elastic import ElasticRun
@@ -192,16 +193,21 @@ def _run_ranks(
 
         elastic: ElasticRun | None = None
         if elastic_options is not None:  # before signals are forwarded, because this may wait for node 0
-            elastic = ElasticRun(
-                elastic_options,
-                plans,
-                start,
-                node=layout.node,
-                address=coordinator_address(layout),
-                token=setup.token,
-                tls=setup.tls,
-                timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
-            )
+            try:
+                elastic = ElasticRun(
+                    elastic_options,
+                    plans,
+                    start,
+                    node=layout.node,
+                    max_ranks=layout.world_size,
+                    address=coordinator_address(layout),
+                    token=setup.token,
+                    tls=setup.tls,
+                    timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
+                )
+            except DeadlineError as error:
+                report(str(error))
+                return LOST_NODE_STATUS
             stack.callback(elastic.close)
         with Signals(processes) as signals:
             if elastic is None:
@@ -219,7 +225,8 @@ def _run_ranks(
                 find_lost_server=next((found.failure for found in (servers, elastic) if found), lambda: None),
                 elastic=elastic,
             )
-            return loop.run(signals)
+            status = loop.run(signals)
+            return LOST_NODE_STATUS if status == 1 and elastic is not None and layout.node else status
 
 
 # Checks before the start of any process.

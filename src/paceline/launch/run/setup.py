@@ -79,6 +79,7 @@ def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
     else:
         layout = _lay_out_launcher(options, placement)
     choice = _choose(options, layout.world_size)
+    layout = replace(layout, world_size=_find_max_ranks(options, choice, layout, can_grow=placement is None))
     if not layout.master_port:
         layout = _with_free_port(layout)
     elif layout.node == 0 and options.job != "server":
@@ -115,7 +116,26 @@ def _lay_out_node(options: RunOptions) -> Layout:
         node_rank=options.node_rank or 0,
         master_addr=options.master_addr,
         master_port=options.master_port,
+        max_ranks=None if options.flags.elastic.min_ranks is None else options.max_ranks,
     )
+
+
+def _find_max_ranks(options: RunOptions, choice: StrategyChoice, layout: Layout, *, can_grow: bool) -> int:
+    """Return the largest number of ranks. If `can_grow`, more nodes may join an elastic training. Raises UsageError."""
+    if options.max_ranks is None:
+        return layout.world_size
+    if not isinstance(choice.options, ElasticOptions):
+        raise UsageError(f"--max-ranks {options.max_ranks}: needs --min-ranks N. Pass --min-ranks 1")
+    if options.max_ranks < layout.world_size:
+        raise UsageError(
+            f"--max-ranks {options.max_ranks}: {layout.world_size} ranks are started. Pass a higher number"
+        )
+    if not can_grow:
+        raise UsageError(
+            f"--max-ranks {options.max_ranks}: the number of nodes is fixed. More nodes may join only in a Job "
+            "of Kubernetes (--kind job), or if you start paceline run on each node yourself. Leave it out"
+        )
+    return options.max_ranks
 
 
 def _lay_out_launcher(options: RunOptions, placement: Placement) -> Layout:
@@ -199,7 +219,7 @@ def _num_processes(options: RunOptions, nnodes: int) -> int:
 def plan_cluster(options: RunOptions) -> Setup:
     tls = _find_tls(options)
     assert options.cluster is not None
-    for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "servers"):
+    for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "servers", "max_ranks"):
         if getattr(options, name) is not None:
             raise UsageError(f"--cluster FILE contains the processes' addresses. Leave --{name.replace('_', '-')} out")
     cluster = read_cluster_file(options.cluster)
@@ -301,12 +321,19 @@ class RolePlan:
     nodes: int
     is_elastic: bool
     """Whether the ranks continue without a lost node."""
+    max_nodes: int
+    """The largest number of nodes. More than `nodes` may join an elastic training."""
+
+    @property
+    def continues_without_nodes(self) -> bool:
+        return self.is_elastic and self.max_nodes > 1
 
 
-def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None) -> RolePlan:
+def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None, *, can_grow: bool = False) -> RolePlan:
     """Check the options of a run that an engine starts, and return its numbers of processes. Raises UsageError.
 
-    `num_ranks` has the number of ranks of each node, if the numbers are given.
+    `num_ranks` has the number of ranks of each node, if the numbers are given. `can_grow` means that the engine can add
+    nodes to a run.
     """
     for name in ("cluster", "node_rank", "master_addr", "job", "index"):
         if getattr(options, name) is not None:
@@ -316,4 +343,11 @@ def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None) -> R
     layout = _lay_out_node(replace(options, master_addr=LOOPBACK))
     num_nodes = options.nnodes or 1
     choice = _choose(options, layout.world_size if num_ranks is None else sum(num_ranks))
-    return RolePlan(len(layout.ranks), choice.servers, num_nodes, isinstance(choice.options, ElasticOptions))
+    max_ranks = _find_max_ranks(options, choice, layout, can_grow=can_grow)
+    return RolePlan(
+        ranks_per_node=len(layout.ranks),
+        servers=choice.servers,
+        nodes=num_nodes,
+        is_elastic=isinstance(choice.options, ElasticOptions),
+        max_nodes=max_ranks // len(layout.ranks),
+    )
