@@ -15,11 +15,13 @@ from rich.console import Console
 from paceline.data import Sample
 from paceline.data.labels import describe_classes, describe_label_words
 from paceline.data.sampling import ExampleSample
+from paceline.environment import Environment, environment
 from paceline.errors import ModelLostError
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
 from paceline.models.progressive import HEADING, ProgressiveLoss
 from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
+from paceline.observe.kubeflow import KubeflowStatus
 from paceline.protocol import Consistency, Eventual, parse_consistency
 from paceline.ps import Client, messages
 from paceline.tables.memory.limit import MemoryLimit
@@ -117,6 +119,7 @@ def run_training(
     while True:
         try:
             with contextlib.ExitStack() as stack:
+                display.status = stack.enter_context(KubeflowStatus(environment(), display.warn))
                 display.line = stack.enter_context(TrainingProgress(display.console, not quiet))
                 cluster: LocalCluster | None = None
                 if scheduler is not None:
@@ -128,7 +131,7 @@ def run_training(
                     cluster, client = stack.enter_context(
                         _open_cluster(options, settings, on_compile=compiling, **cluster_options)
                     )
-                return train_on(
+                result = train_on(
                     options,
                     client,
                     examples=sample.examples,
@@ -137,6 +140,8 @@ def run_training(
                     on_news=(lambda text: None) if quiet else display.warn,
                     warn=display.warn,
                 )
+                display.status.update(1.0)
+                return result
         except ModelLostError as error:
             if not auto_resume or error.resume_from is None:
                 raise
@@ -157,7 +162,7 @@ def _open_cluster(
 
 
 class _Display:
-    """A training's output for the user: the columns, the plan, warnings and a progress line.
+    """A training's output for the user: the columns, the plan, warnings, a progress line and Kubeflow's status.
 
     If `progressive`, the mean losses before learning are printed, one per line.
     """
@@ -167,6 +172,7 @@ class _Display:
     ) -> None:
         self.console = console
         self.line = TrainingProgress(console, enabled=False)
+        self.status = KubeflowStatus(Environment(), self.warn)
         self._options, self._sample = options, sample
         self._is_quiet, self._is_progressive = quiet, progressive
 
@@ -215,12 +221,17 @@ class _Display:
             return
         if training and self._is_progressive:
             self._show_losses(progress.progressive)
+        loss = self._loss.add(progress.examples, progress.loss, progress.weight) if training else None
+        metrics = {"loss": loss, "examples": progress.examples} if training else {}
+        if training and progress.epoch:
+            metrics |= {"currentEpoch": progress.epoch, "totalEpochs": self._epochs}
+        self.status.update(progress.fraction, metrics)
         self.line.update(
             ProgressSnapshot(
                 examples=progress.examples,
                 examples_per_s=self._examples.per_s,
                 done_fraction=progress.fraction,
-                loss=self._loss.add(progress.examples, progress.loss, progress.weight) if training else None,
+                loss=loss,
                 loss_name=self._loss_name,
                 staleness_mean=self._staleness.get("mean") if training else None,
                 staleness_max=self._staleness.get("max") if training else None,

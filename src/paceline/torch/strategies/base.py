@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.registered import RegisteredStates
 from paceline.torch.strategies.snapshots import Snapshots
+
+if TYPE_CHECKING:
+    from paceline.observe.kubeflow import KubeflowStatus
 
 
 class Strategy(Closing, ABC):
@@ -74,6 +77,8 @@ class Strategy(Closing, ABC):
         """The objects of :meth:`register_state`."""
         self.snapshots: Snapshots | None = None
         """Saves the training at regular times; None without ``snapshot_dir`` of :func:`paceline.torch.strategy`."""
+        self.status: KubeflowStatus | None = None
+        """Sends the main rank's progress to Kubeflow; None outside of a Kubeflow TrainJob."""
         self.deferred: DeferredValues | None = None
         """Initializes those modules of the last prepared models that were built on the meta device; or None."""
         self.embedder: Embedder | None = None
@@ -276,6 +281,15 @@ class Strategy(Closing, ABC):
         """Print on rank 0 only, and flush; `options` are those of the built-in `print`."""
         if self.is_main:
             print(*values, **{"flush": True, **options})
+
+    def report_progress(self, done: float | None = None, **metrics: Any) -> None:
+        """Show the progress of the training in the status of a Kubeflow TrainJob. No effect outside of Kubeflow.
+
+        `done` is the finished fraction of the training, from 0 to 1. `metrics` are numbers such as the loss. Call the
+        method as often as you like: rank 0 sends the newest values every ten seconds.
+        """
+        if self.status is not None and self.is_main:
+            self.status.update(done, metrics)
 
     def save(self, directory: str | os.PathLike[str], **extra: Any) -> None:
         """Write a checkpoint, which any strategy and world size can load. Every rank must call this method.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import inspect
 import os
@@ -21,7 +22,7 @@ from paceline.strategies import (
     default_strategy,
     is_elastic,
 )
-from paceline.torch.strategies.base import Strategy
+from paceline.torch.strategies.base import Strategy, warn
 from paceline.torch.strategies.snapshots import Snapshots
 
 _ELASTIC = "paceline.torch.strategies.elastic.strategy:ElasticAllReduce"
@@ -103,4 +104,9 @@ def strategy(
     kind = class_of(spec)
     created = kind(**_options_of(kind, options))
     created.snapshots = snapshots
+    if settings.status_url is not None:
+        from paceline.observe.kubeflow import KubeflowStatus  # here, because it imports the modules of the command line
+
+        created.status = KubeflowStatus(settings, warn)
+        atexit.register(created.status.close)
     return created

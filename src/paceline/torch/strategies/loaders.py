@@ -250,10 +250,19 @@ class Loader:
                 if strategy.snapshots is not None and not strategy.snapshots.is_repeating:
                     strategy.snapshots.save_if_due(strategy, number)
                 position.remaining = position.remaining.after(self.numbers_per_step)
+                self._report(position.epoch, position.remaining)
                 yield batch
             strategy._ran_out()
         if self._reading is position:
             self._reading = None
+
+    def _report(self, epoch: int, remaining: Remaining) -> None:
+        """Report the position in the training data, as progress for Kubeflow."""
+        if self._strategy.status is not None:
+            unit, length = "samples" if self._unit == "sample" else "batches", self._num_items()
+            done = remaining.first * self._items_per_number
+            position = {unit: done if length is None else min(done, length), f"{unit}PerEpoch": length}
+            self._strategy.report_progress(currentEpoch=epoch + 1, **position)
 
     def _batches(self, inner: DataLoader[Any], epoch: int, remaining: Remaining) -> Iterator[Any]:
         """Return this rank's batches of an epoch, on the strategy's device."""

@@ -183,6 +183,7 @@ class ElasticLoader(Loader):
                 break
             self._training.steps.receive(self._weight_of(dealt, batch), is_last=dealt.is_last)
             leases.lease(dealt.parts, division[0])
+            self._report(position.epoch, leases.remaining)
             yield batch
         if self._leases is leases:
             self._leases = self._reading = None
