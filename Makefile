@@ -55,6 +55,7 @@ thorough: .venv/.thorough docs
 	$(BIN)/python -m tests.fuzz --frames $(FRAMES) --seed $$(date +%s) --jobs $(JOBS)
 	$(BIN)/python -m simulator --seeds $(STORMS) --num-faults 24 --jobs $(JOBS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough --hypothesis-profile thorough
+	.venv/s3/bin/python -m pytest -q --noconftest -o addopts= -o filterwarnings= -m thorough tests/unit/data/test_urls.py
 	$(BIN)/python benchmarks/defaults.py --peers .venv/peers.json
 	for seed in $$(seq $(REPEATS)); do \
 	  $(BIN)/python -m pytest -q -n auto tests/unit/protocol tests/unit/ps --hypothesis-profile thorough --hypothesis-seed=$$seed || exit 1; \
@@ -94,8 +95,11 @@ gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 	done
 	touch $@
 
+# moto (a server of S3) and kubernetes need different versions of python-dateutil.
 .venv/.thorough: .venv/.dev
 	$(PIP) -e '.[dev,thorough]'
+	$(BIN)/python -m venv --without-pip .venv/s3
+	$(PIP:install=--python .venv/s3 install) -e '.[s3]' 'moto[s3]' flask flask-cors pytest
 	touch $@
 
 .venv/.bench: .venv/.dev
