@@ -103,6 +103,12 @@ class Environment:
     """``HOROVOD_CACHE_CAPACITY``: number of requests in the cache of ``paceline.horovod``."""
     horovod_timeout_s: int | None = None
     """``HOROVOD_GLOO_TIMEOUT_SECONDS``: timeout of each collective call of ``paceline.horovod``."""
+    horovod_stall_warning_s: int | None = None
+    """``HOROVOD_STALL_CHECK_TIME_SECONDS``: time after which ``paceline.horovod`` warns of missing ranks."""
+    horovod_stall_failure_s: int | None = None
+    """``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``: time after which operations with missing ranks fail; 0: never."""
+    is_horovod_stall_check_disabled: bool = False
+    """``HOROVOD_STALL_CHECK_DISABLE``: whether to ignore missing ranks."""
     is_horovod_elastic: bool = False
     """``HOROVOD_ELASTIC``: whether a distributed optimizer of Horovod's API averages gradients on a single rank too."""
     coordinator: str | None = None
@@ -192,6 +198,9 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         horovod_fusion_threshold=_integer(found, "HOROVOD_FUSION_THRESHOLD"),
         horovod_cache_capacity=_integer(found, "HOROVOD_CACHE_CAPACITY"),
         horovod_timeout_s=_integer(found, "HOROVOD_GLOO_TIMEOUT_SECONDS", 1),
+        horovod_stall_warning_s=_integer(found, "HOROVOD_STALL_CHECK_TIME_SECONDS"),
+        horovod_stall_failure_s=_integer(found, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),
+        is_horovod_stall_check_disabled=found.get("HOROVOD_STALL_CHECK_DISABLE") == "1",
         is_horovod_elastic=found.get("HOROVOD_ELASTIC") == "1",
         coordinator=found.get("PACELINE_COORDINATOR") or None,
         status_url=found.get("KUBEFLOW_TRAINER_STATUS_URL") or None,

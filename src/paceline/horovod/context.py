@@ -12,15 +12,17 @@ import torch
 
 from paceline import collectives
 from paceline.collectives import DEFAULT_TIMEOUT, Group
-from paceline.environment import environment
+from paceline.environment import Environment, environment
 from paceline.errors import UsageError
 from paceline.horovod.engine import HorovodEngine
 from paceline.horovod.process_sets import ProcessSet, global_process_set, register_global_set
+from paceline.horovod.stalls import StallInspector
 from paceline.meeting.node import memory_domain
 from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET
 
 _FUSION_THRESHOLD_BYTES: Final = 128 << 20
 _CACHE_CAPACITY: Final = 1024
+_STALL_WARNING_S: Final = 60
 
 
 class Context:
@@ -79,12 +81,20 @@ def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] |
         group,
         fusion_threshold_bytes=_FUSION_THRESHOLD_BYTES if threshold is None else threshold,
         cache_capacity=_CACHE_CAPACITY if capacity is None else capacity,
+        stalls=_stall_inspector(variables),
     )
     _context = Context(group, engine, variables.local_rank if comm is None else None)
     register_global_set(group.size, group.rank)
     engine.start()
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
+
+
+def _stall_inspector(variables: Environment) -> StallInspector | None:
+    warning_s, failure_s = variables.horovod_stall_warning_s, variables.horovod_stall_failure_s or 0
+    if variables.is_horovod_stall_check_disabled:
+        return None
+    return StallInspector(_STALL_WARNING_S if warning_s is None else warning_s, failure_s)
 
 
 def shutdown() -> None:

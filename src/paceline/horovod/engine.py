@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
@@ -14,6 +16,7 @@ from paceline.collectives import Group
 from paceline.errors import CollectiveError, first_line
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import TensorEntry, TensorExecutor
+from paceline.horovod.stalls import StallInspector
 from paceline.horovod.wakeups import Wakeups
 from paceline.protocol.negotiation.negotiator import Negotiator
 from paceline.protocol.negotiation.requests import (
@@ -31,6 +34,7 @@ from paceline.protocol.negotiation.requests import (
 )
 from paceline.transport import read_meta
 
+_log = logging.getLogger(__name__)
 _IDLE: Final = timedelta(days=1)
 _CHECK: Final = timedelta(seconds=1)
 """A rank with pending requests starts a round after this time. In the round it detects ranks that have died."""
@@ -43,7 +47,9 @@ _SHUT_DOWN: Final = (
 class HorovodEngine:
     """Runs the requests of one rank. All methods are thread-safe."""
 
-    def __init__(self, group: Group, *, cache_capacity: int, fusion_threshold_bytes: int) -> None:
+    def __init__(
+        self, group: Group, *, cache_capacity: int, fusion_threshold_bytes: int, stalls: StallInspector | None
+    ) -> None:
         self._group = group
         self._negotiator = Negotiator(
             group.rank, group.size, cache_capacity=cache_capacity, fusion_threshold_bytes=fusion_threshold_bytes
@@ -51,6 +57,7 @@ class HorovodEngine:
         self._executor = TensorExecutor(self._negotiator.process_sets)
         self._executor.groups[GLOBAL_SET] = group
         self._wakeups = Wakeups(group)
+        self._stalls = stalls
         self._lock = threading.Lock()
         """Protects the negotiator, the entries and the state of the thread."""
         self._changed = threading.Condition(threading.Lock())
@@ -152,9 +159,12 @@ class HorovodEngine:
                     return
                 self._is_waiting = True
                 timeout = _CHECK if self._negotiator.has_pending else _IDLE
+            began = time.monotonic()
             is_started = self._wakeups.wait(self._round, timeout)
             with self._lock:
                 self._is_waiting = False
+                if time.monotonic() - began >= timeout.total_seconds():
+                    self._negotiator.uncache_pending()
 
     def _run_round(self) -> None:
         self._wakeups.wake_other_ranks(self._round)
@@ -179,6 +189,16 @@ class HorovodEngine:
             with self._lock:
                 instructions = self._negotiator.decided(decision)
             self._carry_out(instructions)
+        if self._stalls is not None and self._group.rank == 0:
+            self._inspect_stalls(self._stalls)
+
+    def _inspect_stalls(self, stalls: StallInspector) -> None:
+        with self._lock:
+            warning, errors = stalls.inspect(self._negotiator.missing(), time.monotonic())
+            if errors:
+                self._negotiator.fail(errors)
+        if warning:
+            _log.warning("%s", warning)
 
     def _carry_out(self, instructions: Sequence[NegotiationInstruction]) -> None:
         for instruction in instructions:

@@ -307,6 +307,29 @@ def test_a_name_is_in_use_until_its_operation_is_done() -> None:
         alone.finished([tensor("x").key])
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_missing_ranks_are_known_and_their_operations_can_fail(is_cached: bool) -> None:
+    ranks = NegotiatingRanks(3)
+    if is_cached:
+        ranks.request([tensor("x")])
+        ranks.run()
+        ranks.clear()
+    ranks.request([tensor("x")], ranks=[1])
+    ranks.run()
+    for rank in ranks.ranks:
+        rank.uncache_pending()
+    ranks.run()
+    assert ranks.ranks[0].missing() == {(0, "x"): (0, 2)}
+    ranks.ranks[0].fail({(0, "x"): "too late", (0, "unknown"): ""})
+    ranks.run()
+    assert ranks.errors(1) == {"x": "too late"}
+    assert ranks.ranks[0].missing() == {}
+    ranks.clear()
+    ranks.request([tensor("x")])
+    ranks.run()
+    assert ranks.names(2) == ["x"]
+
+
 def test_fusion() -> None:
     half: dict[str, Any] = {"dtype": "float16"}
     none: dict[str, Any] = {}

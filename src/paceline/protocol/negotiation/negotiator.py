@@ -19,7 +19,7 @@ in Romero et al. (NSDI 2022), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from paceline.errors import UsageError
@@ -74,6 +74,8 @@ class Negotiator:
         self._invalid: list[int] = []
         self._joins = False
         self._leaves = False
+        self._must_report = False
+        """Whether the coordinator needs a round with reports for its errors."""
         self._slots: dict[Key, int] = {}
         """The slot of each cached request. The least recently used request is the first."""
         self._cached: dict[int, TensorRequest] = {}
@@ -146,7 +148,7 @@ class Negotiator:
         slots = self._ready | self._foreign
         if self.rank in self.joined:
             slots |= sum(1 << slot for slot, cached in self._cached.items() if self._has_active_ranks(cached))
-        has_nothing = not (self._unreported or self._invalid or self._joins)
+        has_nothing = not (self._unreported or self._invalid or self._joins or self._must_report)
         return slots << _NUM_STATUS_BITS | (0 if self._leaves else _STAYS) | (_NOTHING_TO_REPORT if has_nothing else 0)
 
     def agreed(self, bits: int) -> list[NegotiationInstruction]:
@@ -176,6 +178,7 @@ class Negotiator:
         report = NegotiationReport(tuple(self._unreported.values()), tuple(self._invalid), self._joins)
         self._unreported.clear()
         self._invalid.clear()
+        self._must_report = False
         return report
 
     def decide(self, reports: Sequence[NegotiationReport]) -> NegotiationDecision:
@@ -217,6 +220,24 @@ class Negotiator:
             self._joins = False
             instructions.append(EndJoin(decision.last_joined))
         return instructions
+
+    def uncache_pending(self) -> None:
+        """Report the pending requests that are in the cache, so that :meth:`missing` lists them.
+
+        The runtime calls this method for requests that wait for a long time.
+        """
+        if self._ready:
+            self._invalid += _ones(self._ready)
+            self.has_news = True
+
+    def missing(self) -> dict[Key, tuple[int, ...]]:
+        """Return the coordinator's incomplete requests, and the ranks that each request waits for."""
+        return self._table.missing()
+
+    def fail(self, errors: Mapping[Key, str]) -> None:
+        """Raise errors for the coordinator's incomplete requests, on all ranks that requested them."""
+        self._table.fail(errors)
+        self._must_report = self.has_news = True
 
     def finished(self, keys: Iterable[Key]) -> None:
         """Free the names of requests whose instructions the runtime has carried out."""
