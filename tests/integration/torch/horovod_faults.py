@@ -1,4 +1,4 @@
-"""A rank of ``paceline.horovod`` dies. The other ranks get HorovodInternalError, and do not hang."""
+"""Ranks of ``paceline.horovod`` do not call, or die. The other ranks get HorovodInternalError, and do not hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from horovod_calls import raises  # type: ignore[import-not-found]
 
 import paceline.horovod as hvd
-
 
 _failures = mmap.mmap(-1, 1)
 """The number of failures that rank 1 has seen, in memory that all ranks share because they are forked."""
