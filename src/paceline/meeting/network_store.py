@@ -173,11 +173,14 @@ class StoreServer:
         self.address = Address("tcp", address.host, self._listener.endpoint.tcp.port)
 
     def _run(self, address: Address, hello: Hello) -> None:
+        loop = asyncio.SelectorEventLoop()  # Ray's workers have uvloop as the default, which has other transports
         try:
-            asyncio.run(self._serve(address, hello))
+            loop.run_until_complete(self._serve(address, hello))
         except BaseException as error:
             if not self._ready.done():
                 self._ready.set_exception(error)
+        finally:
+            loop.close()
 
     async def _serve(self, address: Address, hello: Hello) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,20 @@ def test_stored_values_are_returned(store: Store) -> None:
     assert store.get("key", 0.0) == b"value"
     assert store.get("empty", soon()) == b""
     assert store.get("large", soon()) == bytes(1 << 20)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of policies, in Python 3.14
+def test_a_store_is_served_with_another_default_event_loop() -> None:
+    uvloop = pytest.importorskip("uvloop")
+    policy = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    try:
+        store = served()
+        store.set("key", b"value")
+        assert store.get("key", soon()) == b"value"
+        store.close()
+    finally:
+        asyncio.set_event_loop_policy(policy)
 
 
 def test_a_key_is_written_once(store: Store) -> None:
