@@ -1,12 +1,14 @@
-"""The public conformance suite on the engines, with a real ``sshd`` and a real Slurm if they are installed."""
+"""The public conformance suite on the engines, with a real ``sshd``, Slurm and Ray if they are installed."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.launch.fake_ray import fake_ray
 
 from paceline.launch.engines.engine import RunEngine
 from paceline.launch.engines.kubernetes import Kubernetes
@@ -16,7 +18,7 @@ from paceline.launch.engines.slurm import Slurm
 from paceline.launch.engines.ssh import Ssh
 from paceline.testing import ENGINE_CHECKS, check_engine
 
-from . import slurm_cluster, ssh_hosts
+from . import ray_cluster, slurm_cluster, ssh_hosts
 from .kubernetes_cluster import KubernetesCluster
 
 MakeEngine = Callable[[], RunEngine]
@@ -47,7 +49,31 @@ def start_kubernetes(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[MakeEn
     cluster.close()
 
 
-@pytest.fixture(scope="module", params=[start_slurm, start_ssh, start_kubernetes], ids=["slurm", "ssh", "kubernetes"])
+def make_ray() -> RunEngine:
+    engine: RunEngine = importlib.import_module("paceline.launch.engines.ray").Ray(EngineFlags())
+    return engine
+
+
+def start_fake_ray(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
+    with fake_ray([2, 2]):
+        yield make_ray
+
+
+def start_ray(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
+    with ray_cluster.started(num_nodes=2):
+        yield make_ray
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(start_slurm, id="slurm"),
+        pytest.param(start_ssh, id="ssh"),
+        pytest.param(start_kubernetes, id="kubernetes"),
+        pytest.param(start_fake_ray, id="fake-ray"),
+        pytest.param(start_ray, id="ray", marks=ray_cluster.MARKS),
+    ],
+)
 def make_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
     folder = tmp_path_factory.mktemp("engine")
     with pytest.MonkeyPatch.context() as patch:

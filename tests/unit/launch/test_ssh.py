@@ -15,7 +15,6 @@ import pytest
 
 from paceline.cli import main
 from paceline.errors import UsageError
-from paceline.launch.engines import ssh
 from paceline.launch.engines.engine import RunEnd, RunRole
 from paceline.launch.engines.options import EngineFlags
 from paceline.launch.engines.ssh import Ssh, parse_hosts
@@ -187,21 +186,21 @@ def run_elastic(status: int) -> RunEnd:
 def test_a_lost_host_of_an_elastic_role_is_started_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ssh, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(Ssh, "again_s", 0.1)
     loses = "import os\nos.chdir = lambda folder, change=os.chdir: os._exit(255) if not os.path.exists('lost') and not "
     loses += "open('lost', 'x').close() else change(folder)"
     (folder / "b.sh").write_text(replace_program(loses))
     assert run_elastic(0) == RunEnd(0, None)
-    assert "host b: the connection was lost; the other hosts continue" in capfd.readouterr().err
+    assert "host b: the connection was lost; the other nodes continue" in capfd.readouterr().err
 
 
 def test_a_failing_host_of_an_elastic_role_is_not_started_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ssh, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(Ssh, "again_s", 0.0)
     assert run_elastic(3) == RunEnd(0, None)
     errors = capfd.readouterr().err
-    assert errors.count("host b: ranks ended with status 3; the other hosts continue") == 1, errors
+    assert errors.count("host b: ranks ended with status 3; the other nodes continue") == 1, errors
 
 
 def living(folder: Path, num_ranks: int) -> list[int]:

@@ -56,7 +56,7 @@ class PodOptions:
     kind: str = option("Kind of object for run: job (Indexed Job), jobset or trainjob (Kubeflow).", default="job")
     cpus: str | None = option("Cores of each pod, such as 4 or 500m.")
     memory: str | None = option("Memory of each pod, such as 8Gi.")
-    gpus: int | None = option("NVIDIA GPUs of each pod.", min=1)
+    gpus: int | None = option("NVIDIA GPUs of each pod or, with --on ray, of each node.", min=1)
     volume: list[str] | None = option(
         "PersistentVolumeClaim for every pod, as CLAIM:/path; may be given several times."
     )

@@ -1,8 +1,8 @@
-"""The options of ``paceline run`` for engines: ssh, Slurm and Kubernetes, which start processes on several machines."""
+"""The options of ``paceline run`` for engines, which start processes on several machines."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paceline.command_options import in_panel, option, words_of
@@ -40,7 +40,7 @@ class EngineFlags:
         "Start the ranks on these hosts over ssh, such as a:4,b:4 with four ranks each, or @FILE with such a list.",
         panel="Several machines",
     )
-    on: str | None = option("Submit the run as a job and follow it: slurm or kubernetes.", metavar="ENGINE")
+    on: str | None = option("Submit the run as a job and follow it: slurm, kubernetes or ray.", metavar="ENGINE")
     dry_run: bool = option(
         "--on, --hosts: print the job's script, manifests or commands, and start nothing.", "--dry-run", default=False
     )
@@ -52,7 +52,8 @@ class EngineFlags:
 
     def check_only(self, engine: str | None) -> None:
         """Raise UsageError for options of other engines than `engine`; None means a run without an engine."""
-        for name, flags in (("slurm", self.slurm), ("kubernetes", self.pods)):
+        pods = replace(self.pods, gpus=None) if engine == "ray" else self.pods
+        for name, flags in (("slurm", self.slurm), ("kubernetes", pods)):
             if name != engine and (words := words_of(flags)):
                 raise UsageError(f"{words[0]} is for --on {name}. Pass --on {name} too, or leave {words[0]} out")
         if engine is None and (words := words_of(self)):

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import selectors
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,28 +23,22 @@ from typing import Final
 import msgspec
 from typing_extensions import override
 
-from paceline.environment import Environment, environment
+from paceline.environment import Environment
 from paceline.errors import UsageError, printable
 from paceline.launch.screen import LineSplitter, Screen
 from paceline.transport.decoding import register_type
-from paceline.transport.security.authentication import check_or_make_token
 from paceline.version import __version__
 
-from .engine import Placement, RunEnd, RunEngine, RunRole, check_utf8, report
+from .engine import Placement, RunRole, report
+from .node_processes import END_S, POLL_S, NodeEngine, NodeProcess, variables_of
 from .options import EngineFlags
 from .ssh_host import GRACE_S, REPLY, HostPeer, HostReply, HostRequest
 
 _OPTIONS: Final = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "10"}
 _SSH: Final = ("ssh", "-T", *(f"-o{name}={value}" for name, value in _OPTIONS.items()))
-_PASSED_ON: Final = ("PACELINE_", "PYTHON", "OMP_")
 _REPLY_S: Final = 120.0
-"""Time limit for the login on a host, the import of Paceline, and the check of the request, at the start of the run."""
-_POLL_S: Final = 0.5
-_END_S: Final = 35.0
-"""Time limit for the end of the processes after a request. Ranks have 30 seconds for a checkpoint."""
+"""Time limit for the login on a host, the import of Paceline, and the check of the request."""
 _CLOSE_S: Final = GRACE_S + 10.0
-_AGAIN_S: Final = 30.0
-"""The pause before an attempt to start a process again whose host was lost, and the time limit of each reply to it."""
 _LOST_STATUS: Final = 255  # status of ssh if it cannot connect or loses the connection
 _SHOWN_CHARS: Final = 300
 _HOST = re.compile(r"(?P<name>(?!-)(?:[\w.-]+@)?(?:[\w.-]+|\[[\w:.%]+\]))(?::(?P<count>\d{1,6}))?", re.ASCII)
@@ -86,11 +79,12 @@ def parse_hosts(text: str) -> Hosts:
     return Hosts(names, tuple(counts) or None)
 
 
-class _HostProcess:
+class _HostProcess(NodeProcess):
     """A process on a host, and the local end of its connection."""
 
-    def __init__(self, role: RunRole, index: int, host: str) -> None:
-        self.role, self.index, self.host = role, index, host
+    def __init__(self, role: RunRole, number: int, host: str) -> None:
+        super().__init__(role, number, f"host {host}")
+        self.host = host
         self.reply: HostReply | None = None
         self._reported: int | None = None
         """The command's exit status, which the host has reported."""
@@ -98,7 +92,6 @@ class _HostProcess:
         """Lines on standard error before the start."""
         self.num_open = 2
         """Number of streams (output and error) that have not ended."""
-        self.has_started = False
         pipe = subprocess.PIPE
         try:
             self.ssh = subprocess.Popen(
@@ -107,6 +100,7 @@ class _HostProcess:
         except OSError:
             raise UsageError("--hosts: no command ssh on this machine. Install OpenSSH's client") from None
 
+    @override
     def status(self) -> int | None:
         """Return the command's exit status, or ``ssh``'s if the host reported none; None while output may arrive."""
         if self.num_open or (status := self.ssh.poll()) is None:
@@ -114,10 +108,11 @@ class _HostProcess:
         return status if self._reported is None else self._reported
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the connection ended before the command ended."""
+    @override
+    def loss(self) -> str | None:
         status = self.status()
-        return self._reported is None and status is not None and (status == _LOST_STATUS or status < 0)
+        is_lost = self._reported is None and status is not None and (status == _LOST_STATUS or status < 0)
+        return "the connection was lost" if is_lost else None
 
     def receive(self, lines: Sequence[bytes]) -> list[bytes]:
         """Split lines into output and replies; store the reply and return the output."""
@@ -144,21 +139,19 @@ class _HostProcess:
             pass  # the connection has ended
 
 
-class Ssh(RunEngine):
+class Ssh(NodeEngine[_HostProcess]):
     """Runs processes on several hosts. All ranks connect to the first host at their start."""
+
+    again_s = 30.0
 
     def __init__(self, flags: EngineFlags) -> None:
         """Raises UsageError for an invalid list of hosts."""
+        super().__init__()
         assert flags.hosts is not None
         self._hosts = parse_hosts(flags.hosts)
         self._screen = Screen(self._hosts.names.__getitem__)
-        self._processes: list[_HostProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._job, self._address = secrets.token_hex(8), ""
-        self._variables: dict[str, str] = {}
-        self._has_failed = False
-        self._next_attempts: dict[_HostProcess, float] = {}
-        """The lost processes of elastic roles, and the times at which to start them again."""
+        self._address = ""
 
     @override
     def describe(self, roles: Sequence[RunRole]) -> str:
@@ -175,13 +168,13 @@ class Ssh(RunEngine):
             for role in roles
             for index, host in enumerate(self._hosts.names[: role.num_nodes])
         ]
-        self._address, self._variables = _find_address(self._hosts.names[0]), _variables_of(os.environ)
-        replies = self._exchange(self._processes, [self._request_of(process) for process in self._processes])
+        self._address, self._variables = _find_address(self._hosts.names[0]), variables_of(os.environ)
+        replies = self._exchange(self._processes, [self._host_request(process) for process in self._processes])
         peers = {
-            process.index: HostPeer(name=process.host, address=reply.address, port=reply.port)
+            process.number: HostPeer(name=process.host, address=reply.address, port=reply.port)
             for process, reply in zip(self._processes, replies, strict=True)
         }
-        others = [[peers[index] for index in peers if index != process.index] for process in self._processes]
+        others = [[peers[index] for index in peers if index != process.number] for process in self._processes]
         self._exchange(self._processes, others)
         for process in self._processes:
             self._begin(process)
@@ -195,98 +188,55 @@ class Ssh(RunEngine):
 
     def _begin(self, process: _HostProcess) -> None:
         process.has_started = True
-        self._screen.write(process.index, process.errors, is_error=True)
+        self._screen.write(process.number, process.errors, is_error=True)
         process.send(b"start")
 
-    def _request_of(self, process: _HostProcess) -> HostRequest:
-        placement = Placement(
-            launcher=process.index,
-            num_launchers=process.role.num_nodes,
-            address=self._address,
-            job=self._job,
-            num_ranks=self._hosts.num_ranks,
-        )
-        return HostRequest(
-            version=__version__,
-            folder=os.getcwd(),
-            files=process.role.files,
-            command=process.role.command,
-            variables={**self._variables, "PACELINE_PLACEMENT": msgspec.json.encode(placement).decode()},
-            first_host=self._address,
-        )
-
     def _exchange(
-        self,
-        processes: Sequence[_HostProcess],
-        contents: Sequence[HostRequest | list[HostPeer]],
-        limit_s: float = _REPLY_S,
+        self, processes: Sequence[_HostProcess], contents: Sequence[HostRequest | list[HostPeer]]
     ) -> list[HostReply]:
         """Send each process a line; return the replies. Raises UsageError, which names the host, for a problem."""
         for process, content in zip(processes, contents, strict=True):
             process.reply = None
             process.send(msgspec.json.encode(content))
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + _REPLY_S
         replies: list[HostReply] = []
         while len(replies) < len(processes):
-            self._read(_POLL_S)
+            self._read(POLL_S)
             for process in processes:
                 problem = None if process.reply is None else process.reply.problem
                 if process.reply is None and (status := process.status()) is not None:
                     problem = _explain(status, process.errors)
                 elif process.reply is None and time.monotonic() >= deadline:
-                    problem = f"no reply within {limit_s:g} s"
+                    problem = f"no reply within {_REPLY_S:g} s"
                 if problem is not None:
                     raise UsageError(f"--hosts: host {process.host}: {problem}")
             replies = [process.reply for process in processes if process.reply is not None]
         return replies
 
+    def _host_request(self, process: _HostProcess) -> HostRequest:
+        return self._request_of(process, self._address, num_ranks=self._hosts.num_ranks)
+
     @override
-    def poll(self) -> RunEnd | None:
-        self._read(_POLL_S)
-        for process in list(self._processes):
-            if status := process.status():
-                end = f"{process.role.name} ended with status {status}"
-                if process.is_lost:
-                    status, end = 1, "the connection was lost"
-                if process.role.is_elastic and process.index:
-                    self._continue_without(process, end)
-                    continue
-                self._has_failed = True
-                return RunEnd(status, f"host {process.host}: {end}; the other hosts were ended")
-        last = self._processes[-1].role
-        if all(process.status() == 0 for process in self._processes if process.role is last):
-            return RunEnd(0, None)
-        for process, due_s in list(self._next_attempts.items()):
-            if time.monotonic() >= due_s and self._processes[0].status() is None:
-                self._start_again(process)
-        return None
+    def _receive(self) -> None:
+        self._read(POLL_S)
 
-    def _continue_without(self, process: _HostProcess, end: str) -> None:
-        self._processes.remove(process)
-        end = f"host {process.host}: {end}; the other hosts continue"
-        if process.is_lost:
-            self._next_attempts[process] = time.monotonic() + _AGAIN_S
-            end += f". The next attempt to start its ranks is in {_AGAIN_S:g} s"
-        self._discard(process)
-        report(end)
-
+    @override
     def _discard(self, process: _HostProcess) -> None:
         for key in list(self._selector.get_map().values()):
             if key.data[0] is process:
                 self._selector.unregister(key.fileobj)
         process.close()
 
+    @override
     def _start_again(self, lost: _HostProcess) -> None:
-        """Try to start the process of a lost host."""
-        del self._next_attempts[lost]
-        process = self._connect(lost.role, lost.index, lost.host)
+        process = self._connect(lost.role, lost.number, lost.host)
         self._processes.append(process)
         try:
-            self._exchange([process], [self._request_of(process)], _AGAIN_S)
-            self._exchange([process], [[]], _AGAIN_S)
+            self._exchange([process], [self._host_request(process)])
+            self._exchange([process], [[]])
         except UsageError as error:
-            report(f"{error}. The next attempt is in {_AGAIN_S:g} s")
-            self._next_attempts[process] = time.monotonic() + _AGAIN_S
+            report(f"{error}. The next attempt is in {self.again_s:g} s")
+            self._try_later(process)
             self._processes.remove(process)
             self._discard(process)
         else:
@@ -298,7 +248,7 @@ class Ssh(RunEngine):
             if not self._has_failed and any(process.has_started for process in self._processes):
                 for process in self._processes:
                     process.send(b"end")
-                self._wait(_END_S)
+                self._wait(END_S)
         finally:
             for process in self._processes:
                 assert process.ssh.stdin is not None
@@ -314,7 +264,7 @@ class Ssh(RunEngine):
         """Print output until all processes have ended."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and any(process.status() is None for process in self._processes):
-            self._read(_POLL_S)
+            self._read(POLL_S)
 
     def _read(self, timeout_s: float) -> None:
         """Wait for output and print it, except replies and errors before the start, which are stored."""
@@ -328,7 +278,7 @@ class Ssh(RunEngine):
             if is_error and not process.has_started:
                 process.errors += lines
             else:
-                self._screen.write(process.index, lines if is_error else process.receive(lines), is_error=is_error)
+                self._screen.write(process.number, lines if is_error else process.receive(lines), is_error=is_error)
 
 
 def read_host_placement(variables: Environment) -> Placement | None:
@@ -353,13 +303,6 @@ def _find_address(name: str) -> str:
         done = None
     found = done and re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
     return found[1] if found else name.rpartition("@")[2]
-
-
-def _variables_of(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for the hosts, with the token. No command line contains them, because it is public."""
-    variables = {name: value for name, value in inherited.items() if name.startswith(_PASSED_ON)}
-    check_utf8([os.getcwd(), *variables.values()])
-    return {**variables, "PACELINE_TOKEN": check_or_make_token(environment().token, "PACELINE_TOKEN")}
 
 
 def _explain(status: int, errors: Sequence[bytes]) -> str:

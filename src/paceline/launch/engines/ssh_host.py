@@ -13,17 +13,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from paceline.errors import AddressError
-from paceline.launch.supervisor import Supervisor, read_line, spawn
+from paceline.launch.supervisor import Child, Supervisor, read_line, spawn
 from paceline.meeting.rendezvous import own_host
 from paceline.transport.decoding import register_type
 from paceline.version import __version__
@@ -32,6 +32,8 @@ REPLY: Final = b"\x1epaceline "
 """The beginning of a reply on standard output. Other output, such as a host's greeting, may come before it."""
 GRACE_S: Final = 3.0
 """Time limit for the end of the command after the connection has ended."""
+CANNOT_START: Final = 127
+"""The status of a command that cannot start, as in a shell."""
 _CONNECT_S: Final = 5.0
 _MOST_PEERS: Final = 1024
 
@@ -45,7 +47,8 @@ class HostRequest:
     files: tuple[str, ...]
     """Paths of the files that the command needs, relative to the folder."""
     command: tuple[str, ...]
-    variables: dict[str, str]
+    variables: dict[str, str] = field(repr=False)
+    """Environment variables, with the token."""
     first_host: str
     """Address of the first host."""
 
@@ -75,7 +78,7 @@ class HostReply:
 def main() -> int:
     """Run the command of a request; return its status."""
     request = msgspec.json.decode(_read_line(), type=register_type(HostRequest))
-    problem = _find_problem(request)
+    problem = find_problem(request)
     try:
         host = own_host(request.first_host)
     except AddressError:
@@ -91,7 +94,11 @@ def main() -> int:
         _reply(HostReply(problem=_find_unreachable(peers)))
         _read_line()
     os.chdir(request.folder)
-    status = _run(request)
+    try:
+        status = run_command(request, _wait_end)
+    except OSError as error:
+        print(f"cannot start {request.command[0]}: {error.strerror}", file=sys.stderr)
+        status = CANNOT_START
     _reply(HostReply(status=status))
     return status
 
@@ -106,7 +113,8 @@ def _reply(reply: HostReply) -> None:
     sys.stdout.buffer.flush()
 
 
-def _find_problem(request: HostRequest) -> str | None:
+def find_problem(request: HostRequest) -> str | None:
+    """Return the reason why this host cannot run a request; None if it can."""
     if request.version != __version__:
         return f"Paceline {__version__} is installed, expected {request.version}. Install this version"
     if not os.path.isdir(request.folder):
@@ -130,16 +138,27 @@ def _find_unreachable(peers: Sequence[HostPeer]) -> str | None:
         return next(filter(None, threads.map(find, peers)), None)
 
 
-def _run(request: HostRequest) -> int:
+def run_command(request: HostRequest, wait_end: Callable[[Supervisor, Child], float], **options: Any) -> int:
+    """Run the command of a request, and return its status: 128 plus the number of the signal that killed it.
+
+    `wait_end` waits until the command has ended or must end, and returns its time for the end. `options` are those of
+    ``Popen``. Raises OSError if the command cannot start.
+    """
     supervisor = Supervisor()
-    environment = {**os.environ, **request.variables}
-    launch = partial(spawn, request.command, env=environment, stdin=subprocess.DEVNULL)
+    variables = {**os.environ, **request.variables}
+    launch = partial(spawn, request.command, env=variables, stdin=subprocess.DEVNULL, **options)
+    grace_s = 0.0
     try:
         child = supervisor.start("command", launch, is_foreign=True)
-    except OSError as error:
-        supervisor.close(0.0)
-        print(f"cannot start {request.command[0]}: {error.strerror}", file=sys.stderr)
-        return 127
+        grace_s = wait_end(supervisor, child)
+    finally:
+        supervisor.close(grace_s, signal.SIGTERM)
+    status = child.process.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _wait_end(supervisor: Supervisor, child: Child) -> float:
+    """Wait until the command or standard input ends. Each line of input is a request to end."""
     ended, end = os.pipe()
 
     def wait() -> None:
@@ -151,9 +170,7 @@ def _run(request: HostRequest) -> int:
         if not os.read(0, 4096):
             break
         supervisor.signal(child, signal.SIGTERM, group=True)
-    supervisor.close(GRACE_S, signal.SIGTERM)
-    status = child.process.wait()
-    return status if status >= 0 else 128 - status
+    return GRACE_S
 
 
 if __name__ == "__main__":

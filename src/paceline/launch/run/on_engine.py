@@ -17,7 +17,7 @@ from paceline.launch.run.options import RunOptions
 from paceline.launch.run.run import check_script
 from paceline.launch.run.setup import plan_roles
 
-_ENGINES = ("slurm", "kubernetes")
+_ENGINES = ("slurm", "kubernetes", "ray")
 
 
 def run_on_engine(options: RunOptions) -> int:
@@ -35,6 +35,8 @@ def run_on_engine(options: RunOptions) -> int:
         engine = Ssh(flags)
     elif flags.on == "kubernetes":
         engine = Kubernetes(flags)
+    elif flags.on == "ray":
+        engine = _ray_engine(flags)
     else:
         engine = Slurm(flags, Path(options.script).stem)
     if flags.dry_run:
@@ -49,11 +51,21 @@ def run_on_engine(options: RunOptions) -> int:
     return ended.status
 
 
+def _ray_engine(flags: EngineFlags) -> RunEngine:
+    try:
+        from paceline.launch.engines.ray import Ray  # here, because Ray may be missing, and its import takes a second
+    except ImportError as error:
+        raise UsageError(f"--on ray: {error}") from None
+    return Ray(flags)
+
+
 def roles_of(options: RunOptions) -> list[RunRole]:
     """Return the roles of a run, the ranks last. Raises UsageError for options that cannot work on any node."""
     counts = None
     if options.engine.hosts is not None:
         options, counts = _on_hosts(options, options.engine.hosts)
+    elif options.engine.on == "ray" and options.threads is None:  # Ray reserves one core for each thread
+        options = replace(options, threads=1)
     is_kubernetes = options.engine.on == "kubernetes"
     plan = plan_roles(options, counts, can_grow=is_kubernetes and options.engine.pods.kind == "job")
     nnodes, num_servers = plan.nodes, plan.servers

@@ -1,0 +1,131 @@
+"""The common part of engines that start one process for each node: ssh and Ray."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, Generic, TypeVar
+
+import msgspec
+from typing_extensions import override
+
+from paceline.environment import environment
+from paceline.transport.security.authentication import check_or_make_token
+from paceline.version import __version__
+
+from .engine import Placement, RunEnd, RunEngine, RunRole, check_utf8, report
+from .ssh_host import HostRequest
+
+END_S: Final = 35.0
+"""Time limit for the end of the processes after a request. Ranks have 30 seconds for a checkpoint."""
+POLL_S: Final = 0.5
+_PASSED_ON: Final = ("PACELINE_", "PYTHON", "OMP_")
+
+
+class NodeProcess(ABC):
+    """A process of a role on a node."""
+
+    def __init__(self, role: RunRole, number: int, node: str) -> None:
+        """`number` is the number of the node, and `node` its name in messages."""
+        self.role, self.number, self.node = role, number, node
+        self.has_started = False
+        self.problem: str | None = None
+        """The reason why the command cannot start."""
+
+    @abstractmethod
+    def status(self) -> int | None:
+        """Return the exit status; None while the process runs or output may arrive."""
+
+    @property
+    @abstractmethod
+    def loss(self) -> str | None:
+        """The reason if the connection to the process has ended before the process; None otherwise."""
+
+    def describe_end(self) -> str:
+        end = self.loss or self.problem or f"{self.role.name} ended with status {self.status()}"
+        return f"{self.node}: {end}"
+
+
+_Process = TypeVar("_Process", bound=NodeProcess)
+
+
+class NodeEngine(RunEngine, Generic[_Process]):
+    """Waits for the ends of processes. Starts processes of elastic roles again if their nodes were lost."""
+
+    again_s: ClassVar[float]
+    """The pause before an attempt to start a process again."""
+
+    def __init__(self) -> None:
+        self._processes: list[_Process] = []
+        self._job = secrets.token_hex(8)
+        self._variables: dict[str, str] = {}
+        self._has_failed = False
+        self._next_attempts: dict[_Process, float] = {}
+        """The lost processes of elastic roles, and the times at which to start them again."""
+
+    @abstractmethod
+    def _receive(self) -> None:
+        """Wait for output and ends of processes, and print the output. Waits at most :data:`POLL_S`."""
+
+    @abstractmethod
+    def _discard(self, process: _Process) -> None:
+        """Close the connection to a process, and end the process if it lives."""
+
+    @abstractmethod
+    def _start_again(self, lost: _Process) -> None:
+        """Try to start the process of a lost node."""
+
+    @override
+    def poll(self) -> RunEnd | None:
+        self._receive()
+        for process in list(self._processes):
+            if not (status := process.status()):
+                continue
+            if process.role.is_elastic and process.number:
+                self._continue_without(process)
+                continue
+            self._has_failed = True
+            return RunEnd(1 if process.loss else status, f"{process.describe_end()}; the other nodes were ended")
+        started = [process for process in self._processes if process.has_started]
+        if all(process.status() == 0 for process in started if process.role is started[-1].role):
+            return RunEnd(0, None)
+        for process, due_s in list(self._next_attempts.items()):
+            if time.monotonic() >= due_s and started[0].status() is None:
+                del self._next_attempts[process]
+                self._start_again(process)
+        return None
+
+    def _continue_without(self, process: _Process) -> None:
+        self._processes.remove(process)
+        end = f"{process.describe_end()}; the other nodes continue"
+        if process.loss:
+            self._try_later(process)
+            end += f". The next attempt to start its ranks is in {self.again_s:g} s"
+        self._discard(process)
+        report(end)
+
+    def _try_later(self, process: _Process) -> None:
+        self._next_attempts[process] = time.monotonic() + self.again_s
+
+    def _request_of(self, process: _Process, address: str, **placement: Any) -> HostRequest:
+        """Return the request for a process. `address` is that of node 0; `placement` are other fields of Placement."""
+        number, num_nodes = process.number, process.role.num_nodes
+        place = Placement(launcher=number, num_launchers=num_nodes, address=address, job=self._job, **placement)
+        return HostRequest(
+            version=__version__,
+            folder=os.getcwd(),
+            files=process.role.files,
+            command=process.role.command,
+            variables={**self._variables, "PACELINE_PLACEMENT": msgspec.json.encode(place).decode()},
+            first_host=address,
+        )
+
+
+def variables_of(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for the nodes, with the token. No command line contains them, because it is public."""
+    variables = {name: value for name, value in inherited.items() if name.startswith(_PASSED_ON)}
+    check_utf8([os.getcwd(), *variables.values()])
+    return {**variables, "PACELINE_TOKEN": check_or_make_token(environment().token, "PACELINE_TOKEN")}

@@ -1,0 +1,244 @@
+"""Ray: run the roles as actors in a placement group with one bundle per node, and print their output."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from typing_extensions import override
+
+from paceline.errors import PeerError
+from paceline.launch.screen import LineSplitter, Screen
+from paceline.launch.supervisor import Child, Supervisor
+
+from .engine import RunRole, report
+from .node_processes import END_S, POLL_S, NodeEngine, NodeProcess, variables_of
+from .options import EngineFlags
+from .ray_nodes import NodeActor, NodePlace, RayNodes, connect, find_places, receive
+from .ssh_host import CANNOT_START, GRACE_S, HostRequest, find_problem, run_command
+
+_PAUSE_S: Final = 0.05
+_NOTE_S: Final = 5.0
+"""Time without the resources after which a note says so."""
+_START_S: Final = 120.0
+"""Time limit for the start of the actors in their reserved resources."""
+_MARGIN_S: Final = 5.0
+
+
+class CommandActor(NodeActor):
+    """The actor of a process: runs its command, and returns its output. It needs three threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._grace_s = GRACE_S
+        pipes = os.pipe(), os.pipe()
+        self._selector = selectors.DefaultSelector()
+        for is_error, (end, _) in zip((False, True), pipes, strict=True):
+            self._selector.register(end, selectors.EVENT_READ, is_error)
+        self._inputs = [end for _, end in pipes]
+        """The ends of the pipes for output and error that the command inherits."""
+
+    def run(self, request: HostRequest) -> tuple[int, str | None]:
+        """Run a command. Return its exit status, and the reason if it cannot start."""
+        try:
+            problem = find_problem(request)
+            if problem is not None:
+                return 1, problem
+            output, errors = self._inputs
+            return run_command(request, self._wait_end, cwd=request.folder, stdout=output, stderr=errors), None
+        except OSError as error:
+            return CANNOT_START, f"cannot start {request.command[0]}: {error.strerror}"
+        finally:
+            self._close_inputs()
+
+    def _wait_end(self, _: Supervisor, child: Child) -> float:
+        self._close_inputs()  # so that the output ends with the command
+        while child.is_alive() and not self._is_stopped.wait(_PAUSE_S):
+            pass
+        return self._grace_s
+
+    def _close_inputs(self) -> None:
+        while self._inputs:
+            os.close(self._inputs.pop())
+
+    def read(self) -> list[tuple[bool, bytes]]:
+        """Wait for output, and return it with the stream: True for standard error. Empty at the end of the output."""
+        output: list[tuple[bool, bytes]] = []
+        while not output and self._selector.get_map():
+            for key, _ in self._selector.select():
+                if data := os.read(key.fd, 1 << 16):
+                    output.append((key.data, data))
+                else:
+                    self._selector.unregister(key.fd)
+                    os.close(key.fd)
+        return output
+
+    @override
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """End the command, and kill it if it lives for `grace_s` more seconds."""
+        self._grace_s = grace_s
+        self._is_stopped.set()
+
+
+class _RayProcess(NodeProcess):
+    """A process of a role on a Ray node, and its actor."""
+
+    def __init__(self, role: RunRole, number: int, node: str, actor: Any) -> None:
+        super().__init__(role, number, node)
+        self.actor = actor
+        self.splitters = LineSplitter(), LineSplitter()
+        self.exit_status: int | None = None
+        self.is_read = False
+        """Whether all output was received."""
+        self._loss: str | None = None
+
+    @override
+    def status(self) -> int | None:
+        return self.exit_status if self.is_read else None
+
+    @property
+    @override
+    def loss(self) -> str | None:
+        return self._loss
+
+    def end(self, result: tuple[int, str | None]) -> None:
+        self.exit_status, self.problem = result
+
+    def lose(self, reason: str) -> None:
+        self.exit_status, self.is_read, self._loss = 1, True, reason
+
+
+_Handler = Callable[[_RayProcess, Any], None]
+
+
+class Ray(NodeEngine[_RayProcess]):
+    """Runs the roles on the cluster at RAY_ADDRESS, else on the cluster of this machine."""
+
+    again_s = 10.0
+
+    def __init__(self, flags: EngineFlags) -> None:
+        super().__init__()
+        self._num_gpus, self._queue_timeout_s = flags.pods.gpus or 0, flags.queue_timeout
+        self._screen = Screen("node {}".format)
+        self._nodes: RayNodes | None = None
+        self._calls: dict[Any, tuple[_RayProcess, _Handler]] = {}
+        """The actors' calls that have not returned, with the handlers of their values."""
+        self._hosts: dict[int, str] = {}
+        """The addresses of the nodes by number."""
+
+    @override
+    def describe(self, roles: Sequence[RunRole]) -> str:
+        lines = [f"# in {os.getcwd()} on each node"]
+        for number, bundle in enumerate(self._bundles_of(roles)):
+            resources = ", ".join(f"{amount} {name}" for name, amount in bundle.items())
+            lines += [f"# node {number}: {resources}"]
+            lines += [f"{shlex.join(role.command)}  # {role.name}" for role in roles if number < role.num_nodes]
+        return "\n".join([*lines, ""])
+
+    def _resources_of(self, role: RunRole, *, is_last: bool) -> dict[str, int]:
+        return {"CPU": role.num_cpus} | ({"GPU": self._num_gpus} if self._num_gpus and is_last else {})
+
+    def _bundles_of(self, roles: Sequence[RunRole]) -> list[dict[str, int]]:
+        """Return the resources of each node. The last role uses the GPUs."""
+        bundles = [dict[str, int]() for _ in range(max(role.num_nodes for role in roles))]
+        for role in roles:
+            for bundle in bundles[: role.num_nodes]:
+                for name, amount in self._resources_of(role, is_last=role is roles[-1]).items():
+                    bundle[name] = bundle.get(name, 0) + amount
+        return bundles
+
+    @override
+    def start(self, roles: Sequence[RunRole]) -> None:
+        self._variables, self._last = variables_of(os.environ), roles[-1]
+        connect(address="auto", log_to_driver=False, logging_level=logging.WARNING)
+        self._nodes = RayNodes.request(self._bundles_of(roles))
+        self._wait_reserved(self._nodes)
+        for role in roles:
+            self._processes += [self._start(role, number) for number in range(role.num_nodes)]
+        places = find_places([process.actor for process in self._processes], _START_S)
+        self._hosts = {process.number: place.address for process, place in zip(self._processes, places, strict=True)}
+        for process, place in zip(self._processes, places, strict=True):
+            self._run(process, place)
+
+    def _wait_reserved(self, nodes: RayNodes) -> None:
+        started_s, is_reported = time.monotonic(), False
+        limit_s = self._queue_timeout_s
+        while not nodes.wait_reserved(_NOTE_S if limit_s is None else min(limit_s, _NOTE_S)):
+            text = f"Ray has not reserved the resources: {nodes.describe_shortage()}"
+            if limit_s is not None and time.monotonic() >= started_s + limit_s:
+                raise PeerError(f"{text}. --queue-timeout {limit_s:g} has passed, and the run is cancelled")
+            if not is_reported:
+                report(f"{text}; Ctrl-C cancels the run")
+            is_reported = True
+
+    def _start(self, role: RunRole, number: int, node: str = "") -> _RayProcess:
+        assert self._nodes is not None
+        resources = self._resources_of(role, is_last=role is self._last)
+        actor = self._nodes.start(CommandActor, number, resources, num_threads=3)
+        return _RayProcess(role, number, node, actor)
+
+    def _run(self, process: _RayProcess, place: NodePlace) -> None:
+        process.node, number = place.name, process.number
+        self._hosts[number] = place.address
+        hosts = [self._hosts[other] for other in range(process.role.num_nodes)]
+        request = self._request_of(
+            process,
+            hosts[0],
+            local_launcher=hosts[:number].count(hosts[number]),
+            num_local_launchers=hosts.count(hosts[number]),
+        )
+        process.has_started = True
+        self._calls[process.actor.run.remote(request)] = (process, _RayProcess.end)
+        self._calls[process.actor.read.remote()] = (process, self._show)
+
+    def _show(self, process: _RayProcess, output: list[tuple[bool, bytes]]) -> None:
+        for is_error, data in output:
+            self._screen.write(process.number, process.splitters[is_error].feed(data), is_error=is_error)
+        if output:
+            self._calls[process.actor.read.remote()] = (process, self._show)
+            return
+        process.is_read = True
+        for is_error, splitter in zip((False, True), process.splitters, strict=True):
+            self._screen.write(process.number, splitter.flush(), is_error=is_error)
+
+    @override
+    def _receive(self) -> None:
+        for (process, handle), value, problem in receive(self._calls, POLL_S):
+            if problem is None:
+                handle(process, value)
+            else:
+                process.lose(problem)
+
+    @override
+    def _discard(self, process: _RayProcess) -> None:
+        assert self._nodes is not None
+        self._nodes.kill(process.actor)  # Ray cannot reach it, but it may live
+
+    @override
+    def _start_again(self, lost: _RayProcess) -> None:
+        """Start an actor in the same bundle, which Ray reserves on another node if it can."""
+        process = self._start(lost.role, lost.number, lost.node)
+        self._processes.append(process)
+        self._calls[process.actor.find_place.remote()] = (process, self._run)
+
+    @override
+    def close(self) -> None:
+        nodes, self._nodes = self._nodes, None
+        if nodes is None:
+            return
+        grace_s = GRACE_S if self._has_failed else END_S
+        deadline = time.monotonic() + grace_s + _MARGIN_S
+        try:
+            started = [process for process in self._processes if process.has_started]
+            for process in started:
+                process.actor.stop.remote(grace_s)
+            while any(process.status() is None for process in started) and time.monotonic() < deadline:
+                self._receive()
+        finally:
+            nodes.close()
+            self._processes, self._calls = [], {}
