@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -112,6 +113,8 @@ class KubernetesCluster:
         self.backoff_s = 0.0
         """Time before a failed pod is replaced."""
         self.requests: list[str] = []
+        self.connections: list[tuple[socket.socket, threading.Thread]] = []
+        """All connections of clients, each with the thread that answers."""
         self._counter, self._threads = itertools.count(1), list[threading.Thread]()
         self._lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"cluster": self}))
@@ -130,7 +133,10 @@ class KubernetesCluster:
         self._server.server_close()
         for pod in [*self.pods.values()]:
             pod.stop()
-        for thread in self._threads:
+        for connection, _ in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in (*self._threads, *(thread for _, thread in self.connections)):
             thread.join(30.0)
             assert not thread.is_alive(), thread.name
 
@@ -254,6 +260,7 @@ class KubernetesCluster:
 
     def _variables_of(self, container: Manifest, kind: str, num_pods: int, index: int, port: str) -> dict[str, str]:
         variables = {name: os.environ[name] for name in (MARK, "PYTHONPATH", "TMPDIR") if name in os.environ}
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
         variables |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(self.folder)}
         if kind == "TrainJob":
             variables |= {"PET_NNODES": str(num_pods), "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "node-0"}
@@ -285,6 +292,10 @@ class KubernetesCluster:
 class _Handler(BaseHTTPRequestHandler):
     cluster: KubernetesCluster
     protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.cluster.connections.append((self.connection, threading.current_thread()))
 
     def log_message(self, format: str, *values: Any) -> None:
         pass
