@@ -133,7 +133,7 @@ class CoordinatorEpisode(StoreEpisode):
 class OwnLaunchersEpisode(CoordinatorEpisode):
     """The coordinator of ranks that are their own launchers."""
 
-    name = "own launchers"
+    name = "own-launchers"
     extra: ClassVar[dict[str, int | str]] = {NUM_RANKS: 0}
 
     def make_store(self) -> ServedStore:

@@ -45,7 +45,7 @@ class Counter:
         self.num_steps = state["num_steps"]
 
 counter, noise = Counter(), torch.Generator()
-noise.manual_seed(incarnation if incarnation > 2 else 0)
+noise.manual_seed(0 if strategy.has_joined else incarnation)
 for name, state in (("average", average), ("counter", counter), ("noise", noise)):
     strategy.register_state(name, state)
 num_steps = 0
@@ -82,7 +82,8 @@ with torch.no_grad():
 own = [counter.num_steps, next(average.parameters()).double().sum().item(), torch.rand(1, generator=noise).item()]
 own = "/".join(map(repr, [optimizer.param_groups[0]["lr"], *own]))
 moments = sum(entry["exp_avg"].double().sum().item() for entry in optimizer.state.values())
-print(f"ends {incarnation} {epoch} {values.double().sum().item()!r} {moments!r} {own}", f"loss={loss}", flush=True)
+ending = f"ends {incarnation} {epoch} {values.double().sum().item()!r} {moments!r} {own} loss={loss}"
+print(f"{ending}\\n", end="", flush=True)  # one write, because the ranks of a torchrun share a pipe
 """
 """Arguments: the incarnations to kill, the incarnation that must join before the end, and, without ``paceline run``,
 the incarnation of this process, or of the first process of this torchrun.
