@@ -1,6 +1,6 @@
 """Measure elastic all-reduce: recovery from a killed rank, the pause when a rank joins, and the cost without faults.
 
-    python benchmarks/elastic.py [faults] [cost] [balance] [endurance] [--kills 5] [--steps 200] [--minutes 30]
+    python benchmarks/elastic.py [faults] [join] [cost] [balance] [endurance] [--kills 5] [--steps 200] [--minutes 30]
 
 Two ranks train a model of 33 kB with AdamW, and sleep in each step instead of computing. The program prints medians,
 with the smallest and the largest value:
@@ -8,6 +8,9 @@ with the smallest and the largest value:
 - faults, with 20 ms of sleep: the time from SIGKILL of one rank to the next committed step of the other rank, and the
 longest step of the old rank when the replacement joins, minus its median step. If torchft is installed, the same for
 torchft on Gloo. torchft detects a lost replica group after 5 s without a heartbeat by default; 1 s is shown too;
+- join, with a state of 400 MB (parameters of 133 MB): the longest step of the old rank while the new rank receives the
+state, minus its median step with two ranks; the longest time that the old rank spends on the transfer between two
+steps; and the sum over all these steps;
 - cost, with 50 ms of sleep: the time of forward, backward and step in an elastic run, minus this time in a run without
 ``--min-ranks``. The two runs alternate;
 - balance: the time of a step of 64 samples, without and with ``--balance``. One rank sleeps 1 ms per sample, and the
@@ -45,13 +48,23 @@ from pathlib import Path
 import torch
 from torch import nn
 import paceline.torch as pt
+from paceline.torch.strategies.elastic.training import ElasticTraining
 
 folder, sleep_s, num_steps, batch_size = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-slowness = [float(value) for value in sys.argv[5:]]
+width, slowness = int(sys.argv[5]), [float(value) for value in sys.argv[6:]]
+transfer_s = 0.0
+
+def heal(training, **options):
+    global transfer_s
+    begun_s = time.monotonic()
+    original(training, **options)
+    transfer_s += time.monotonic() - begun_s
+
+original, ElasticTraining._heal = ElasticTraining._heal, heal
 strategy = pt.strategy()
-model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
 optimizer = torch.optim.AdamW(model.parameters())
-data = torch.utils.data.TensorDataset(torch.randn(4096, 64), torch.randn(4096, 64))
+data = torch.utils.data.TensorDataset(*torch.randn(2, 4096 * 64 // width, width))
 loader = torch.utils.data.DataLoader(data, batch_size=batch_size)
 model, optimizer, loader = strategy.prepare(model, optimizer, loader)
 name = os.environ.get("PACELINE_INCARNATION", os.environ["RANK"])
@@ -65,7 +78,7 @@ with open(folder / f"{name} {os.getpid()}", "w", buffering=1) as log:
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             ended_s = time.monotonic()
-            log.write(f"{begun_s} {ended_s} {strategy.world_size}\\n")
+            log.write(f"{begun_s} {ended_s} {strategy.world_size} {strategy.data_place[1]} {transfer_s}\\n")
             if next(count) == num_steps:
                 sys.exit()
 """
@@ -147,6 +160,7 @@ if strategy.is_main:
 RANKS = 2
 ELASTIC = ("--min-ranks", "1")
 GLOBAL_BATCH = 64
+WIDE = 4082  # of a model whose parameters and AdamW's state have 400 MB
 PATIENCE_S = 120.0
 TORCHFT_TIMEOUTS_MS = (5000, 1000)  # the default time without a heartbeat, and a short one
 
@@ -171,22 +185,25 @@ class Training:
         self.main: subprocess.Popen[bytes]
         """The process that lives as long as the training."""
 
-    def steps(self, rank: Path) -> list[tuple[float, float, int]]:
+    def steps(self, rank: Path, column: int = 2) -> list[tuple[float, float, int]]:
         """Return start, end and number of ranks of each complete step of a rank."""
         lines = rank.read_text().split("\n")[:-1]
-        return [(float(line.split()[0]), float(line.split()[1]), int(line.split()[2])) for line in lines]
+        return [(float(line.split()[0]), float(line.split()[1]), int(line.split()[column])) for line in lines]
 
     def ranks(self) -> list[Path]:
         """Return the files of all ranks so far, the oldest first."""
         return sorted((path for path in self.folder.glob("* *")), key=lambda path: int(path.name.split()[0]))
 
-    def wait_size(self, rank: Path, size: int, after_s: float) -> tuple[float, float]:
-        """Return start and end of the rank's first step with this number of ranks that ends after a time."""
+    def wait_size(self, rank: Path, size: int, after_s: float, column: int = 2) -> tuple[float, float]:
+        """Return start and end of the rank's first step with this number of ranks that ends after a time.
+
+        Column 3 has the number of ranks with the training's state.
+        """
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s and self.main.poll() is None:
             if not is_running(int(rank.name.split()[1])):
                 raise LostRankError
-            for begun_s, ended_s, found in self.steps(rank):
+            for begun_s, ended_s, found in self.steps(rank, column):
                 if ended_s > after_s and found == size:
                     return begun_s, ended_s
             time.sleep(0.05)
@@ -204,14 +221,21 @@ class PacelineTraining(Training):
     """A run of the script, with a launcher that replaces killed ranks."""
 
     def __init__(
-        self, folder: Path, sleep_s: float, num_steps: int, *options: str, batch_size: int = 4, slowness: str = ""
+        self,
+        folder: Path,
+        sleep_s: float,
+        num_steps: int,
+        *options: str,
+        batch_size: int = 4,
+        width: int = 64,
+        slowness: str = "",
     ) -> None:
         """Start the run. If `slowness` has a factor per rank, each rank sleeps `sleep_s` times it for each sample."""
         super().__init__(folder)
         (folder / "script.py").write_text(SCRIPT)
         command = [sys.executable, "-m", "paceline", "run", "--strategy", "all-reduce", "--nproc-per-node", str(RANKS)]
-        command += [*options, str(folder / "script.py"), str(folder), str(sleep_s), str(num_steps), str(batch_size)]
-        command += slowness.split()
+        command += [*options, str(folder / "script.py"), str(folder), str(sleep_s), str(num_steps)]
+        command += [str(batch_size), str(width), *slowness.split()]
         self.main = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
 
@@ -278,12 +302,17 @@ def measure_faults(start: Callable[[Path], Training], kills: int) -> Faults:
     return faults
 
 
-def _kill_ranks(training: Training, faults: Faults, kills: int) -> None:
+def wait_ranks(training: Training) -> None:
+    """Wait until all ranks have started."""
     deadline_s = time.monotonic() + PATIENCE_S
     while len(training.ranks()) < RANKS:
         if time.monotonic() > deadline_s:
             raise SystemExit(f"the ranks did not start within {PATIENCE_S:g} s")
         time.sleep(0.1)
+
+
+def _kill_ranks(training: Training, faults: Faults, kills: int) -> None:
+    wait_ranks(training)
     survivor = training.ranks()[0]
     since_s = 0.0
     while len(faults.recoveries) + faults.num_lost < kills:
@@ -300,6 +329,58 @@ def _kill_ranks(training: Training, faults: Faults, kills: int) -> None:
         gaps = {end: end - before for before, end in itertools.pairwise(ends)}
         typical_s = statistics.median(gaps.values())
         faults.pauses.append(max(gap for end, gap in gaps.items() if abs(end - since_s) < 0.1) - typical_s)
+
+
+@dataclass
+class Joins:
+    """The steps of the old rank while new ranks receive the state; times in seconds, compared with the median step."""
+
+    longest: list[float] = field(default_factory=list)
+    transfers: list[float] = field(default_factory=list)
+    """The longest time for the transfer between two steps."""
+    sums: list[float] = field(default_factory=list)
+    num_steps: list[int] = field(default_factory=list)
+
+
+def measure_joins(kills: int) -> Joins:
+    """Kill one of two ranks again and again, and measure the steps until its replacement has the state."""
+    joins = Joins()
+    with tempfile.TemporaryDirectory() as name:
+        training = PacelineTraining(Path(name), 0.0, 1_000_000, *ELASTIC, width=WIDE)
+        try:
+            wait_ranks(training)
+            survivor, since_s = training.ranks()[0], 0.0
+            for _ in range(kills):
+                training.wait_size(survivor, RANKS, since_s)
+                _wait_steps(training, survivor, 12)
+                killed_s = time.monotonic()
+                os.kill(int(training.ranks()[-1].name.split()[1]), signal.SIGKILL)
+                _, alone_s = training.wait_size(survivor, RANKS - 1, killed_s)
+                joined_s, _ = training.wait_size(survivor, RANKS, alone_s)
+                _, since_s = training.wait_size(survivor, RANKS, joined_s, column=3)
+                _wait_steps(training, survivor, 2)
+                _record_join(joins, survivor, joined_s, since_s)
+        finally:
+            training.close()
+    return joins
+
+
+def _wait_steps(training: Training, rank: Path, count: int) -> None:
+    before = len(training.steps(rank))
+    while len(training.steps(rank)) < before + count:
+        time.sleep(0.1)
+
+
+def _record_join(joins: Joins, survivor: Path, joined_s: float, healed_s: float) -> None:
+    rows = [[float(value) for value in line.split()] for line in survivor.read_text().split("\n")[:-1]]
+    steps = [(after[1] - before[1], after[4] - before[4], after) for before, after in itertools.pairwise(rows)]
+    typical_s = statistics.median(length_s for length_s, _, row in steps if row[3] == RANKS)
+    healing = [(length_s - typical_s, part_s) for length_s, part_s, row in steps if joined_s <= row[0] <= healed_s]
+    lengths, transfers = zip(*healing, strict=True)
+    joins.longest.append(max(lengths))
+    joins.transfers.append(max(transfers))
+    joins.sums.append(sum(lengths))
+    joins.num_steps.append(len(healing))
 
 
 def measure_step(num_steps: int, *options: str) -> float:
@@ -403,6 +484,14 @@ def show_faults(options: argparse.Namespace) -> None:
             print(f"  after {faults.num_lost} of {options.kills} kills the other rank of {name} ended too")
 
 
+def show_join(options: argparse.Namespace) -> None:
+    joins = measure_joins(options.kills)
+    show("pause of the old rank at a join, state of 400 MB", joins.longest)
+    show("longest transfer between two steps", joins.transfers)
+    show("sum over all steps until the new rank has the state", joins.sums)
+    print(f"number of these steps: {', '.join(map(str, joins.num_steps))}")
+
+
 def show_cost(options: argparse.Namespace) -> None:
     plain, elastic = [], []
     for _ in range(3):
@@ -419,7 +508,13 @@ def show_balance(options: argparse.Namespace) -> None:
     show("step with one rank three times slower, --balance", measure_unequal(options.steps, "--balance"))
 
 
-PARTS = {"faults": show_faults, "cost": show_cost, "balance": show_balance, "endurance": show_endurance}
+PARTS = {
+    "faults": show_faults,
+    "join": show_join,
+    "cost": show_cost,
+    "balance": show_balance,
+    "endurance": show_endurance,
+}
 
 
 def main() -> None:

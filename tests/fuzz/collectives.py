@@ -108,11 +108,11 @@ class CoordinatorEpisode(StoreEpisode):
     def _rank_request(self) -> Any:
         random = self.random
         member, quorum, step = random.randrange(8), random.randrange(6), random.randrange(4)
-        flags = [random.random() < 0.5 for _ in range(2)]
+        flags = [random.random() < 0.5 for _ in range(3)]
         return random.choice(
             (
                 JoinRequest(member, step),
-                QuorumReport(member, quorum, step, flags[0], flags[1], random.choice((None, step))),
+                QuorumReport(member, quorum, step, flags[0], flags[1], flags[2], random.choice((None, step))),
                 LeaveNotice(member, step, flags[0]),
             )
         )

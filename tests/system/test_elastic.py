@@ -237,7 +237,7 @@ def test_a_slow_rank_is_left_out_until_it_has_recovered(elastic: Commands, tmp_p
     finished = elastic.run("run", *ranks, *options, "count.py", "240", "", "1", "2", "0.02", "5")
     assert finished.status == 0, finished
     assert "rank 1 is left out, because its steps take" in finished.err, finished.err
-    assert "rank 1 has recovered, and takes part again" in finished.err, finished.err
+    assert "rank 1 has recovered, and takes part again as rank 2" in finished.err, finished.err
     assert re.search(r"epoch \d+: computing time of a step, by rank: \S+ ms, \S+ ms", finished.err), finished.err
     found = re.findall(r"ends (\d+) (\d+) (\S+) (\S+) \d+ (\d+) \[(\S+),", finished.out)
     assert len({each[1:] for each in found}) == 1, "the ranks differ"

@@ -2,12 +2,14 @@
 
 A quorum is the set of ranks that currently take part. Each exchange of data (for example an all-reduce of gradients)
 succeeds on all ranks of the quorum or on none. If a rank dies or joins, the ranks form the next quorum and a new
-:class:`Group`. The rules are in :mod:`paceline.protocol.quorum`.
+:class:`Group`. *Ready* ranks have the training's state. The data of other ranks have no effect. The rules are in
+:mod:`paceline.protocol.quorum` and :mod:`paceline.protocol.healing`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.closing import Closing
-from paceline.collectives.arrays import as_array
+from paceline.collectives.arrays import as_array, empty_like
 from paceline.collectives.group import Group
 from paceline.collectives.start import join
 from paceline.collectives.ticket import CollectiveTicket
@@ -39,18 +41,17 @@ from paceline.meeting.store import MemoryStore, PrefixStore
 from paceline.protocol.balance import Balance
 from paceline.protocol.quorum import JoinRequest, LeaveNotice, QuorumMember, QuorumReport, RetryJoin, StartQuorum
 from paceline.protocol.stragglers import StepTimes
-from paceline.transport import TLS, Address, make_token
+from paceline.transport import TLS, Address
 from paceline.transport.security.authentication import Hello
 
 _Result = TypeVar("_Result")
 _MOST_REPETITIONS: Final = 5
-"""How often the same ranks repeat an exchange. If the last repetition fails, its error is raised.
-"""
+"""How often the same ranks repeat an exchange. If the last repetition fails, its error is raised."""
 _LEAVE_S: Final = 5.0
 
 
 class _NoNewcomersError(Exception):
-    """Raised if all newcomers died before they received the training's state."""
+    """Raised if all ranks that were not ready have died."""
 
 
 class ElasticGroup(Closing):
@@ -86,7 +87,7 @@ class ElasticGroup(Closing):
         self._host = own_host(address.host)
         hello = Hello(role="rank", rank=member, incarnation=member, to=COORDINATOR)
         self._store = NetworkStore(address, token, hello, timeout_s=timeout.total_seconds(), tls=tls)
-        self._rules = QuorumMember(member, has_state=not is_newcomer)
+        self._rules = QuorumMember(member, is_ready=not is_newcomer)
         self._group = join(MemoryStore(), 0, 1, token=token, timeout=timeout)
         self._is_closed = False
         self.member = member
@@ -95,15 +96,17 @@ class ElasticGroup(Closing):
         self.contributors: tuple[int, ...] = self.members
         """The unique numbers (incarnations) of the ranks whose data are in the last exchange's result, by rank.
 
-        The value is equal on all ranks. But :attr:`members` may differ between ranks: after the death of a rank, one
-        rank may be in the next quorum while another rank is still in the previous quorum.
+        After an exchange that made ranks ready, these ranks are included. The value is equal on all ranks. But
+        :attr:`members` may differ between ranks: after the death of a rank, one rank may be in the next quorum while
+        another rank is still in the previous quorum.
         """
         self.shares: tuple[int, ...] | None = None
         """The contributors' numbers of samples in a step; None for equal numbers. The value is equal on all ranks."""
-        self.source = 0
-        """The rank that sends the training's state to newcomers."""
-        self.has_newcomers = False
-        """Whether the ranks must transfer the training's state before the next exchange."""
+        self._num_ready = 1
+        self._has_voted = False
+        """Whether the last exchange ended by a successful vote of this rank."""
+        self._part: tuple[CollectiveTicket, Callable[[float], None]] | None = None
+        """The part of the state that arrives, and the function that loads it."""
         self._newcomers_wait = False
         """Whether rank 0 has received the announcement of newcomers."""
         self.admits_newcomers = False
@@ -136,7 +139,22 @@ class ElasticGroup(Closing):
     @property
     def has_state(self) -> bool:
         """Whether this rank has the training's state."""
-        return self._rules.has_state
+        return self._rules.is_ready
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """The ready members, which are the first ranks. A process that computes alone counts as ready."""
+        return self.members[: self._num_ready]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank is among :attr:`ready`, so that its data have an effect."""
+        return self.rank < self._num_ready
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether ranks of the quorum are not ready. The ranks must call :meth:`heal` between two steps."""
+        return self._num_ready < self.size
 
     def enter(self, epoch: int = 0) -> bool:
         """Join the training in `epoch`. Return False if the other ranks are in another epoch."""
@@ -163,10 +181,10 @@ class ElasticGroup(Closing):
         member = self.member
         request_quorum(self._store, LeaveNotice(member, self._rules.step, will_return=True), self.timeout)
         self._group.close()
-        self._rules = QuorumMember(member, has_state=False)
+        self._rules = QuorumMember(member, is_ready=False)
         self._group = join(MemoryStore(), 0, 1, token=self._token, timeout=self.timeout)
         self.members = self.contributors = (member,)
-        self.shares = None
+        self.shares, self._num_ready = None, 1
         self._reset_quorum()
 
     @property
@@ -176,34 +194,41 @@ class ElasticGroup(Closing):
 
     def _reset_quorum(self) -> None:
         """Reset the attributes that were valid for the last quorum only."""
-        self._newcomers_wait = self.admits_newcomers = self.has_newcomers = False
+        self._newcomers_wait = self.admits_newcomers = False
+        self._reset_times()
+
+    def _reset_times(self) -> None:
+        """Reset the attributes that depend on the ready ranks' times."""
         self.straggler = None
         if self.step_times is not None:
             self.step_times.reset()
         if self.balance is not None:
             self.balance.reset()
 
-    def exchange(self, run: Callable[[Group], _Result], *, is_step: bool = False) -> _Result:
+    def exchange(self, run: Callable[[Group], _Result], *, is_step: bool = False, heals: bool = False) -> _Result:
         """Call ``run(group)`` until it succeeds on all ranks of the group, and return this rank's result.
 
         `run` must not change its inputs, because it may be called several times. With `is_step`, the exchange ends a
-        training step, and the ranks compare the times of their steps. Raises MismatchError if the ranks make different
-        calls, and errors of `run` that are not a CollectiveError.
+        training step, and the ranks compare the times of their steps. With `heals`, a true result makes all ranks
+        ready. Raises MismatchError if the ranks make different calls, and errors of `run` other than CollectiveError.
         """
+        self.load_part()
         self._busy_s += time.monotonic() - self._left_at_s
         try:
-            return self._exchange(run, is_step=is_step)
+            return self._exchange(run, is_step, heals)
         finally:
             self._left_at_s = time.monotonic()
             self._busy_s *= not is_step
 
-    def _exchange(self, run: Callable[[Group], _Result], *, is_step: bool) -> _Result:
+    def _exchange(self, run: Callable[[Group], _Result], is_step: bool, heals: bool) -> _Result:
         repeated, members = 0, self.members
         while True:
-            contributors, shares = self.members, self._next_shares
+            contributors, shares, gives_state = self.ready, self._next_shares, False
             try:
                 result = run(self._group)
-                self._rules.prepare()
+                if heals and result:
+                    contributors, shares, gives_state = self.members, None, True
+                self._rules.prepare(gives_state=gives_state)
                 self._vote(is_step=is_step)
             except MismatchError:
                 raise
@@ -214,10 +239,15 @@ class ElasticGroup(Closing):
                 members = self.members
                 if repeated > _MOST_REPETITIONS:
                     raise
+                self._has_voted = False
                 if not self._recover(self._rules.report()):
                     continue
             else:
                 self._rules.commit()
+                self._has_voted = True
+                if gives_state:
+                    self._num_ready = self.size
+                    self._reset_times()
             self.contributors, self.shares = contributors, shares
             return result
 
@@ -226,24 +256,44 @@ class ElasticGroup(Closing):
         """The value of :attr:`shares` after the next exchange, at whose end the ranks choose it."""
         return None if self.balance is None else self.balance.shares
 
-    def transfer(self, share: Callable[[Group, int], None]) -> bool:
-        """Send the training's state to newcomers: call ``share(group, source)`` until it succeeds on all ranks.
+    def heal(self, share: Callable[[Group], bool]) -> bool:
+        """Call ``share(group)`` until it succeeds on all ranks. It returns True if newcomers now have the whole state.
 
-        Return False if all newcomers died before they received the state.
+        Return whether rank 0 may now call :meth:`send_part`, and newcomers :meth:`receive_part`.
         """
 
-        def run(group: Group) -> None:
+        def run(group: Group) -> bool:
             if not self.has_newcomers:
                 raise _NoNewcomersError
-            share(group, self.source)
+            return share(group)
 
         try:
-            self.exchange(run)
+            is_complete = self.exchange(run, heals=True)
         except _NoNewcomersError:
             return False
-        self._rules.has_state = True
-        self.has_newcomers = False
-        return True
+        # After a failed vote this rank is in the next quorum, but another rank may have ended the exchange before.
+        return not is_complete and self._has_voted
+
+    def send_part(self, message: Any) -> None:
+        """Start to send a part of the state to every newcomer. If this fails, the next exchange forms a new quorum."""
+        with contextlib.suppress(CollectiveError):
+            for rank in range(self._num_ready, self.size):
+                self._group.send_async(message, rank, tag=self._rules.step)
+
+    def receive_part(self, message: Any, load: Callable[[float], None]) -> None:
+        """Start to receive a part of the state, for :meth:`load_part`. The next exchange also calls that method."""
+        with contextlib.suppress(CollectiveError):
+            self._part = self._group.recv_async(message, 0, tag=self._rules.step), load
+
+    def load_part(self) -> None:
+        """Wait for the part that arrives, and call ``load(waited_s)``, unless the group has failed."""
+        part, self._part = self._part, None
+        if part is not None:
+            ticket, load = part
+            begun_s = time.monotonic()
+            with contextlib.suppress(CollectiveError):
+                ticket.wait()
+                load(time.monotonic() - begun_s)
 
     def start_mean(self, array: Any, out: Any) -> CollectiveTicket | None:
         """Start an all-reduce whose result the next :meth:`exchange` uses. Return None if the group has failed."""
@@ -257,13 +307,13 @@ class ElasticGroup(Closing):
         step.
         """
         has_times = is_step and self.step_times is not None
-        votes = np.zeros(1 + has_times * self.size)
+        votes = np.zeros(1 + has_times * self._num_ready)
         votes[0] = self._newcomers_wait
-        if has_times:
+        if has_times and self.is_ready:
             votes[1 + self.rank] = self._busy_s
         if self.size > 1:
             votes = self._group.all_reduce(votes, "max", out=votes)
-        self.admits_newcomers = bool(votes[0])
+        self.admits_newcomers = bool(votes[0]) and not self.has_newcomers
         if self.step_times is not None and is_step:
             self._compare(self.step_times, votes[1:].tolist())
 
@@ -303,7 +353,7 @@ class ElasticGroup(Closing):
             except (PeerError, AddressError):
                 start = self._request(self._rules.report())
                 continue
-            self.members, self.source, self.has_newcomers = start.members, start.source, start.has_newcomers
+            self.members, self._num_ready = start.members, start.num_ready
             self._limit_s = 0.0
             arguments = (store, start.quorum, self._group)
             threading.Thread(target=self._watch, args=arguments, name="paceline-quorum", daemon=True).start()
@@ -345,18 +395,28 @@ class ElasticGroup(Closing):
         return self._store.collect([key], time.monotonic())[0] is not None
 
     def all_reduce(self, array: Any, op: str = "sum", *, out: Any = None) -> Any:
-        """Return the reduction of `array` over all ranks.
+        """Return the reduction of `array` over all ready ranks.
 
         The result is written to `out`, which may be `array` itself.
         """
         given = as_array(array)
         if out is not None:
             given = given.copy() if isinstance(given, np.ndarray) else given.detach().clone()
-        return self.exchange(lambda group: group.all_reduce(given, op, out=out))
+
+        def reduce(group: Group) -> Any:
+            if not self.has_newcomers:
+                return group.all_reduce(given, op, out=out)
+            parts = group.all_gather(given[None])[: self._num_ready]
+            is_tensor = not isinstance(parts, np.ndarray)
+            result = empty_like(given, given.shape) if out is None else out
+            result[...] = getattr(parts, f"a{op}" if is_tensor and op in ("min", "max") else op)(0)
+            return result
+
+        return self.exchange(reduce)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        return self.exchange(lambda group: group.all_gather_objects(value))
+        """Return the values of all ready ranks."""
+        return self.exchange(lambda group: group.all_gather_objects(value)[: self._num_ready])
 
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
@@ -377,19 +437,3 @@ class ElasticGroup(Closing):
                 pass  # without the message, the launcher still detects the end of this process
         self._group.close()
         self._store.close()
-
-
-def load_kernels() -> None:
-    """Load the compiled kernels by running a group of two ranks, so that the first real calls do not wait for this."""
-    store, token = MemoryStore(), make_token()
-
-    def work(rank: int) -> None:
-        with join(store, rank, 2, token=token) as group:
-            for dtype in (np.float32, np.float64):
-                group.all_reduce(np.ones(1, dtype), "max")
-            group.broadcast(np.ones(1, np.float32))
-
-    other = threading.Thread(target=work, args=(1,), daemon=True)
-    other.start()
-    work(0)
-    other.join()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
+
+import numpy as np
 
 from paceline.collectives.group import Group
 from paceline.collectives.tuner import check_algorithm
 from paceline.environment import environment, naming
 from paceline.meeting.reachability import check_hosts
 from paceline.meeting.rendezvous import rendezvous
-from paceline.meeting.store import Store
+from paceline.meeting.store import MemoryStore, Store
 from paceline.meeting.world import World
-from paceline.transport import TLS
+from paceline.transport import TLS, make_token
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
@@ -91,3 +94,19 @@ def join(
         raise
     group._owns_world = True
     return group
+
+
+def load_kernels() -> None:
+    """Load the compiled kernels by running a group of two ranks, so that the first real calls do not wait for this."""
+    store, token = MemoryStore(), make_token()
+
+    def work(rank: int) -> None:
+        with join(store, rank, 2, token=token) as group:
+            for dtype in (np.float32, np.float64):
+                group.all_reduce(np.ones(1, dtype), "max")
+            group.broadcast(np.ones(1, np.float32))
+
+    other = threading.Thread(target=work, args=(1,), daemon=True)
+    other.start()
+    work(0)
+    other.join()

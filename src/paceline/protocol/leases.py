@@ -60,7 +60,7 @@ class StepRound(Generic[_Item]):
     """One round of a step, for one rank."""
 
     items: list[_Item]
-    """This rank's items. A rank without items gets one item of another rank, so that every rank has a batch."""
+    """This rank's items. A rank without items gets items of another rank, so that every rank has a batch."""
     num_own: int
     """Number of this rank's own items."""
     parts: tuple[int, ...]
@@ -96,7 +96,8 @@ def split_rounds(
 
     `per_rank` is the largest number of items of a rank in a round, `per_step` the number of items in a step (default: a
     step is one round), `num_missing` the number of items that an incomplete first step still needs. `drop_last` drops
-    an incomplete last step. The ranks divide a step in proportion to `shares`, by default equally.
+    an incomplete last step. The ranks divide a step in proportion to `shares`, by default equally. With ``rank=size``,
+    yield whole batches without own items.
     """
     per_round = per_rank * size
     wanted = num_missing or per_step or per_round
@@ -110,7 +111,7 @@ def split_rounds(
             parts = tuple(share // num_rounds + (number < share % num_rounds) for share in divided)
             group, step = step[: sum(parts)], step[sum(parts) :]
             own = [item for item, place in zip(group, _order(parts), strict=True) if place == rank]
-            yield StepRound(own or group[:1], len(own), parts, number == num_rounds - 1)
+            yield StepRound(own or group[: per_rank if rank == size else 1], len(own), parts, number == num_rounds - 1)
         wanted = per_step or per_round
 
 

@@ -12,7 +12,9 @@ A *step* is one exchange between the ranks of a *quorum*, for example the all-re
    repeat the exchange, with the same inputs, in the next quorum. So all members commit a step, or none.
 4. Only the coordinator starts quorums. The numbers of quorums grow, and a rank accepts only larger numbers.
 5. Newcomers enter between two steps: all members send reports, and the coordinator starts a quorum with the newcomers.
-   A member that has the training's state sends the state to the newcomers.
+   A member is *ready* if it has the training's state. The other members take part in the steps, but have no effect on
+   their results (:mod:`paceline.protocol.healing`). They are ready after a step that gives them the state. Ready
+   members have lower ranks than the others.
 6. A member that is too slow leaves between two steps. It then computes alone, and later enters as a newcomer.
 
 `member` is the incarnation of a process: a number that no other process has. The runtimes are
@@ -48,8 +50,10 @@ class QuorumReport(Struct, frozen=True, array_like=True, tag=True):
     """Steps that the member has committed."""
     is_prepared: bool
     """Whether the member has the result of the next step."""
-    has_state: bool
-    """Whether the member has the training's state; False for a newcomer that has not received the state."""
+    is_ready: bool
+    """Whether the member has the training's state."""
+    gives_state: bool = False
+    """Whether the prepared step, if it is committed, gives the state to the members that are not ready."""
     epoch: Number | None = None
     """The member's position in the training loop, in a report that lets newcomers in; None after a failure."""
 
@@ -67,16 +71,14 @@ class LeaveNotice(Struct, frozen=True, array_like=True, tag=True):
 
 
 class StartQuorum(Struct, frozen=True, array_like=True, tag=True):
-    """Form a quorum of these members; a member's rank is its place in `members`."""
+    """Form a quorum of these members; a member's rank is its place in `members`. The ready members come first."""
 
     quorum: Number
     members: tuple[Number, ...]
     step: Number
     """Steps that all members have committed, or commit now."""
-    source: Number
-    """Rank of a member with the training's state."""
-    has_newcomers: bool
-    """Whether `source` sends the state to newcomers before the next step."""
+    num_ready: Number
+    """Number of ready members."""
 
 
 class RetryJoin(Struct, frozen=True, array_like=True, tag=True):
@@ -157,10 +159,7 @@ class Coordinator:
     ) -> None:
         self.quorum = 0
         self.members: tuple[int, ...] = ()
-        """The members at the start of the current quorum, in rank order.
-
-        Some of these members may have been lost since.
-        """
+        """The members at the start of the current quorum, in rank order. Some may have been lost since."""
         self.has_failed = False
         self._min_ranks, self._max_ranks, self._report_timeout_s = min_ranks, max_ranks, report_timeout_s
         self._num_places, self._start_timeout_s = num_places, start_timeout_s
@@ -324,7 +323,7 @@ class Coordinator:
             return self._dismiss()
         for member in members:
             del self._waiting[member]
-        return self._start_quorum(members, 0, min(members), has_newcomers=False)
+        return self._start_quorum(members, set(), 0)
 
     def _dismiss(self) -> list[QuorumInstruction]:
         waiting, self._waiting = self._waiting, {}
@@ -343,9 +342,8 @@ class Coordinator:
                 return self._fail(
                     f"member {report.member} has not prepared step {step}, which another member committed"
                 )
-        # A newcomer receives the state in its first step, so it has the state if it commits this step.
-        sources = [report.member for report in reports if report.has_state or report.step < step]
-        if not sources:
+        ready = {report.member for report in reports if report.is_ready or (report.gives_state and report.step < step)}
+        if not ready:
             return self._fail("no rank is left that has the training's state")
         epoch = next((report.epoch for report in reports if report.epoch is not None), None)
         late: list[int] = []
@@ -356,21 +354,17 @@ class Coordinator:
             newcomers = [member for member in sorted(self._waiting) if member not in late][:room]
             for member in (*late, *newcomers):
                 del self._waiting[member]
-        has_newcomers = bool(newcomers) or len(sources) < len(reports)
-        started = self._start_quorum({*self._alive, *newcomers}, step, sources[0], has_newcomers=has_newcomers)
-        return [*started, *map(RetryJoin, late)]
+        return [*self._start_quorum(ready, {*self._alive, *newcomers} - ready, step), *map(RetryJoin, late)]
 
-    def _start_quorum(
-        self, members: Set[int], step: int, source: int, *, has_newcomers: bool
-    ) -> list[QuorumInstruction]:
+    def _start_quorum(self, ready: Set[int], others: Set[int], step: int) -> list[QuorumInstruction]:
         self.quorum += 1
-        self.members = tuple(sorted(members))
-        self._alive = set(members)
+        self.members = (*sorted(ready), *sorted(others))
+        members = self._alive = {*ready, *others}
         self._joined |= members
         self._paused -= members
         self._reports, self._deadline_s, self._is_announced = {}, None, False
         self._num_places = None
-        self._start = StartQuorum(self.quorum, self.members, step, self.members.index(source), has_newcomers)
+        self._start = StartQuorum(self.quorum, self.members, step, len(ready))
         return [self._start, *self._announce()]
 
     def _announce(self) -> list[QuorumInstruction]:
@@ -392,23 +386,27 @@ class Coordinator:
 class QuorumMember:
     """The rules of one rank: its quorum, its steps, and its reports."""
 
-    def __init__(self, member: int, *, has_state: bool) -> None:
-        self.member, self.has_state = member, has_state
+    def __init__(self, member: int, *, is_ready: bool) -> None:
+        self.member, self.is_ready = member, is_ready
         self.quorum = self.step = 0
         self.is_prepared = False
+        self._gives_state = False
 
-    def prepare(self) -> None:
-        self.is_prepared = True
+    def prepare(self, *, gives_state: bool = False) -> None:
+        self.is_prepared, self._gives_state = True, gives_state
 
     def commit(self) -> None:
         assert self.is_prepared
         self.step += 1
-        self.is_prepared = False
+        self.is_ready |= self._gives_state
+        self.is_prepared = self._gives_state = False
 
     def report(self, epoch: int | None = None) -> QuorumReport:
         """Return this rank's report: after a failure, or between two steps (with `epoch`) to let newcomers in."""
         assert epoch is None or not self.is_prepared
-        return QuorumReport(self.member, self.quorum, self.step, self.is_prepared, self.has_state, epoch)
+        return QuorumReport(
+            self.member, self.quorum, self.step, self.is_prepared, self.is_ready, self._gives_state, epoch
+        )
 
     def start(self, start: StartQuorum) -> bool:
         """Enter the next quorum; return whether the prepared step is committed.
@@ -423,5 +421,7 @@ class QuorumMember:
         is_committed = self.step < start.step and self.is_prepared
         if self.quorum and self.step + is_committed < start.step:
             raise ProtocolError(f"member {self.member} cannot commit step {start.step}, which it has not prepared")
-        self.quorum, self.step, self.is_prepared = start.quorum, start.step, False
+        self.quorum, self.step = start.quorum, start.step
+        self.is_ready |= is_committed and self._gives_state
+        self.is_prepared = self._gives_state = False
         return is_committed

@@ -172,3 +172,91 @@ def test_the_end_of_an_old_connection_does_not_lose_a_launcher_that_is_back(trai
         assert time.monotonic() < deadline_s
         notes = training.server.take_notes()
     assert notes == ["node 1 is lost"]
+
+
+def admit(group: ElasticGroup) -> None:
+    """Let the newcomer 3 join after another rank has left."""
+    while group.member != 3 and not group.admits_newcomers:
+        group.barrier()
+        time.sleep(0.01)
+    if group.member != 3:
+        group.admit(0)
+    assert group.has_newcomers
+
+
+def test_a_newcomer_has_no_effect_before_it_is_ready(training: Training) -> None:
+    assert training.server.started(1) == 3
+    part = np.zeros(4)
+    waited: list[float] = []
+
+    def work(group: ElasticGroup) -> Any:
+        if group.member == 1:
+            return None
+        admit(group)
+        operations = ("sum", "mean", "min", "max")
+        results = [group.all_reduce(np.array([group.member + 1.0]), operation).tolist() for operation in operations]
+        results.append(group.all_gather_objects(group.member))
+        if group.heal(lambda inner: False):
+            if group.member == 0:
+                group.send_part(np.arange(4.0))
+            elif group.member == 3:
+                group.receive_part(part, waited.append)
+        group.barrier()
+        results.append(group.contributors)
+        assert not group.heal(lambda inner: True)
+        return [*results, group.contributors, group.ready, group.all_reduce(np.ones(1)).tolist()]
+
+    without = [[4.0], [2.0], [1.0], [3.0], [0, 2], (0, 2)]
+    assert training.run(work, 0, 1, 2, 3) == [
+        [*without, (0, 2, 3), (0, 2, 3), [3.0]], None, *[[*without, (0, 2, 3), (0, 2, 3), [3.0]]] * 2
+    ]  # fmt: skip
+    assert part.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert len(waited) == 1
+
+
+def test_the_transfer_continues_from_another_rank(training: Training) -> None:
+    """Rank 0 leaves without sending its part, and rank 2 then has the state."""
+    assert training.server.started(1) == 3
+    loaded: list[float] = []
+
+    def work(group: ElasticGroup) -> Any:
+        if group.member == 1:
+            return None
+        admit(group)
+        may_share = group.heal(lambda inner: False)
+        if group.member == 0:
+            return None
+        if may_share and group.member == 3:
+            group.receive_part(np.zeros(4), loaded.append)
+        group.barrier()
+        before = group.ready, group.rank, group.has_state
+        while not group.heal(lambda inner: False):
+            pass
+        if group.member == 2:
+            group.send_part(np.ones(4))
+        else:
+            group.receive_part(np.zeros(4), loaded.append)
+        group.heal(lambda inner: True)
+        return before, group.ready, group.has_state
+
+    _, _, old, new = training.run(work, 0, 1, 2, 3)
+    assert old == (((2,), 0, True), (2, 3), True)
+    assert new == (((2,), 1, False), (2, 3), True)
+    assert len(loaded) == 1
+
+
+def test_the_other_ranks_continue_without_a_newcomer_that_leaves(training: Training) -> None:
+    assert training.server.started(1) == 3
+
+    def work(group: ElasticGroup) -> Any:
+        if group.member == 1:
+            return None
+        admit(group)
+        if group.heal(lambda inner: False) and group.member == 0:
+            group.send_part(np.zeros(1_000_000))
+        if group.member == 3:
+            return None
+        group.barrier()
+        return group.heal(lambda inner: True), group.members, group.ready
+
+    assert training.run(work, 0, 1, 2, 3) == [(False, (0, 2), (0, 2)), None, (False, (0, 2), (0, 2)), None]

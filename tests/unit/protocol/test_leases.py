@@ -45,6 +45,14 @@ def test_a_rank_without_an_item_gets_a_copy_of_another_ranks_item() -> None:
     assert (dealt.items, dealt.num_own, dealt.parts, dealt.is_last) == (["a"], 0, (1, 1, 0), True)
 
 
+def test_a_newcomer_gets_whole_batches_without_own_items() -> None:
+    dealt = [*split_rounds("abcdefg", 2, 2, per_rank=2)]
+    assert [(each.items, each.num_own, each.parts) for each in dealt] == [
+        (["a", "b"], 0, (2, 2)),
+        (["e", "f"], 0, (2, 1)),
+    ]
+
+
 def test_items_of_a_rank_that_does_not_contribute_are_leased_first_again() -> None:
     leases = EpochLeases(Remaining(2))
     leases.lease((2, 2, 2), [10, 11, 12])

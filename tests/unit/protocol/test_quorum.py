@@ -29,7 +29,7 @@ from paceline.protocol.quorum import (
 
 
 def report(member: int, quorum: int, step: int, *, prepared: bool = False, epoch: int | None = None) -> QuorumReport:
-    return QuorumReport(member, quorum, step, prepared, True, epoch)
+    return QuorumReport(member, quorum, step, prepared, True, epoch=epoch)
 
 
 def started(instructions: Iterable[QuorumInstruction]) -> StartQuorum:
@@ -43,14 +43,14 @@ def coordinator() -> Coordinator:
     """Return a coordinator whose first quorum has the members 0, 1 and 2."""
     found = Coordinator(range(3), min_ranks=1, max_ranks=4, report_timeout_s=10.0)
     assert found.joined(JoinRequest(2, 0)) == found.joined(JoinRequest(0, 0)) == []
-    assert started(found.joined(JoinRequest(1, 0))) == StartQuorum(1, (0, 1, 2), 0, 0, False)
+    assert started(found.joined(JoinRequest(1, 0))) == StartQuorum(1, (0, 1, 2), 0, 3)
     return found
 
 
 def test_a_step_is_committed_if_one_survivor_committed_it(coordinator: Coordinator) -> None:
     assert coordinator.ended(1, is_failure=True) == [BreakQuorum(1)]
     assert coordinator.reported(report(0, 1, 5), 0.0) == []
-    assert started(coordinator.reported(report(2, 1, 4, prepared=True), 0.0)) == StartQuorum(2, (0, 2), 5, 0, False)
+    assert started(coordinator.reported(report(2, 1, 4, prepared=True), 0.0)) == StartQuorum(2, (0, 2), 5, 2)
 
 
 @pytest.mark.parametrize(("is_prepared", "step"), [(True, 5), (False, 4)])
@@ -65,15 +65,15 @@ def test_a_step_is_committed_if_all_survivors_are_prepared(
 def test_the_step_of_a_departed_member_is_committed(coordinator: Coordinator) -> None:
     coordinator.ended(1, is_failure=True)
     coordinator.left(LeaveNotice(0, 9))
-    assert started(coordinator.reported(report(2, 1, 8, prepared=True), 0.0)) == StartQuorum(2, (2,), 9, 0, False)
+    assert started(coordinator.reported(report(2, 1, 8, prepared=True), 0.0)) == StartQuorum(2, (2,), 9, 1)
 
 
-def test_a_newcomer_enters_between_two_steps_and_receives_the_state(coordinator: Coordinator) -> None:
+def test_a_newcomer_enters_between_two_steps_and_is_not_ready(coordinator: Coordinator) -> None:
     coordinator.started(3)
     assert coordinator.joined(JoinRequest(3, 2)) == [AnnounceNewcomers(1)]
     coordinator.reported(report(0, 1, 7, epoch=2), 0.0)
     coordinator.reported(report(1, 1, 6, prepared=True), 0.0)
-    assert started(coordinator.reported(report(2, 1, 7, epoch=2), 0.0)) == StartQuorum(2, (0, 1, 2, 3), 7, 0, True)
+    assert started(coordinator.reported(report(2, 1, 7, epoch=2), 0.0)) == StartQuorum(2, (0, 1, 2, 3), 7, 3)
 
 
 def test_a_newcomer_of_another_epoch_joins_again(coordinator: Coordinator) -> None:
@@ -100,7 +100,7 @@ def test_a_newcomer_waits_for_the_first_quorum() -> None:
     coordinator.joined(JoinRequest(0, 0))
     coordinator.started(2)
     assert coordinator.joined(JoinRequest(2, 0)) == []
-    first = [StartQuorum(1, (0,), 0, 0, False), AnnounceNewcomers(1)]
+    first = [StartQuorum(1, (0,), 0, 1), AnnounceNewcomers(1)]
     assert coordinator.ended(1, is_failure=True) == first
 
 
@@ -147,10 +147,10 @@ def test_a_newcomer_is_dismissed_after_the_training(coordinator: Coordinator) ->
 def test_a_slow_member_leaves_and_enters_again_as_a_newcomer(coordinator: Coordinator) -> None:
     coordinator.left(LeaveNotice(1, 5, will_return=True))
     coordinator.reported(report(0, 1, 5, epoch=0), 0.0)
-    assert started(coordinator.reported(report(2, 1, 5, epoch=0), 0.0)) == StartQuorum(2, (0, 2), 5, 0, False)
+    assert started(coordinator.reported(report(2, 1, 5, epoch=0), 0.0)) == StartQuorum(2, (0, 2), 5, 2)
     assert coordinator.joined(JoinRequest(1, 0)) == [AnnounceNewcomers(2)]
     coordinator.reported(report(0, 2, 7, epoch=0), 0.0)
-    assert started(coordinator.reported(report(2, 2, 7, epoch=0), 0.0)) == StartQuorum(3, (0, 1, 2), 7, 0, True)
+    assert started(coordinator.reported(report(2, 2, 7, epoch=0), 0.0)) == StartQuorum(3, (0, 2, 1), 7, 2)
 
 
 def test_slow_members_are_alive_but_have_no_state() -> None:
@@ -183,15 +183,52 @@ def test_a_state_without_a_source_ends_the_training(coordinator: Coordinator) ->
     assert isinstance(failure, FailTraining)
 
 
+@pytest.mark.parametrize(("gives_state", "num_ready"), [(True, 2), (False, 1)])
+def test_a_committed_step_makes_newcomers_ready_only_if_it_gives_the_state(
+    coordinator: Coordinator, gives_state: bool, num_ready: int
+) -> None:
+    coordinator.started(3)
+    coordinator.joined(JoinRequest(3, 0))
+    for member in range(3):
+        coordinator.reported(report(member, 1, 1, epoch=0), 0.0)
+    coordinator.ended(0, 1, is_failure=True)
+    coordinator.reported(report(2, 2, 2), 0.0)
+    start = started(coordinator.reported(QuorumReport(3, 2, 1, True, False, gives_state), 0.0))
+    assert start == StartQuorum(3, (2, 3), 2, num_ready)
+
+
+@pytest.mark.parametrize("is_by_vote", [True, False])
+def test_a_newcomer_is_ready_after_the_commit_of_a_step_that_gives_the_state(is_by_vote: bool) -> None:
+    member = QuorumMember(3, is_ready=False)
+    member.start(StartQuorum(2, (0, 3), 1, 1))
+    for gives_state in (False, True):
+        member.prepare(gives_state=gives_state)
+        assert member.report().gives_state == gives_state
+        assert not member.is_ready
+        if is_by_vote:
+            member.commit()
+        else:
+            assert member.start(StartQuorum(member.quorum + 1, (0, 3), member.step + 1, 1))
+        assert member.is_ready == gives_state
+
+
+def test_a_newcomer_is_not_ready_after_a_step_that_is_repeated() -> None:
+    member = QuorumMember(3, is_ready=False)
+    member.start(StartQuorum(2, (0, 3), 1, 1))
+    member.prepare(gives_state=True)
+    assert not member.start(StartQuorum(3, (0, 3), 1, 1))
+    assert not member.is_ready
+
+
 def test_a_rank_accepts_only_higher_quorum_numbers() -> None:
-    member = QuorumMember(1, has_state=True)
-    assert not member.start(StartQuorum(3, (0, 1), 0, 0, False))
+    member = QuorumMember(1, is_ready=True)
+    assert not member.start(StartQuorum(3, (0, 1), 0, 2))
     with pytest.raises(ProtocolError):
-        member.start(StartQuorum(3, (0, 1), 0, 0, False))
+        member.start(StartQuorum(3, (0, 1), 0, 2))
     with pytest.raises(ProtocolError):
-        member.start(StartQuorum(4, (0, 2), 0, 0, False))
+        member.start(StartQuorum(4, (0, 2), 0, 2))
     with pytest.raises(ProtocolError):
-        member.start(StartQuorum(4, (0, 1), 1, 0, False))
+        member.start(StartQuorum(4, (0, 1), 1, 2))
 
 
 def open_start(*, min_ranks: int = 1) -> Coordinator:
@@ -275,7 +312,7 @@ class Rank:
     """A simulated process: it exchanges gradients, votes, reports, and waits."""
 
     def __init__(self, member: int, *, is_newcomer: bool) -> None:
-        self.rules = QuorumMember(member, has_state=not is_newcomer)
+        self.rules = QuorumMember(member, is_ready=not is_newcomer)
         self.is_waiting = False
         """Whether the rank waits for the coordinator's answer."""
         self.phase = 0
@@ -307,6 +344,10 @@ class Elastic(RuleBasedStateMachine):
         """By quorum and step: whether the coordinator's next quorum commits the step."""
         self.applied: dict[int, set[int]] = {}
         """Members that have committed, by step."""
+        self.gives_state: dict[tuple[int, int], bool] = {}
+        """By quorum and step: whether the step gives the state to newcomers."""
+        self.holders = set(self.ranks)
+        """Members that have the state."""
         self.results: dict[int, int] = {}
         """Quorum of the exchange whose result was committed, by step."""
         self.highest = 0
@@ -343,11 +384,14 @@ class Elastic(RuleBasedStateMachine):
             assert self.decisions.setdefault((start.quorum, before[1]), is_committed) == is_committed
         if is_committed:
             self.apply(rank)
+        assert set(start.members[: start.num_ready]) & {rank.rules.member} <= self.holders
+        assert rank.rules.is_ready == (rank.rules.member in start.members[: start.num_ready])
         rank.is_waiting, rank.phase, rank.knows_newcomers = False, 0, False
 
     def apply(self, rank: Rank) -> None:
         assert self.results.setdefault(rank.rules.step, rank.prepared_in) == rank.prepared_in, "a step has two results"
-        rank.rules.has_state = True
+        if self.gives_state[rank.prepared_in, rank.rules.step - 1]:
+            self.holders.add(rank.rules.member)
         self.applied.setdefault(rank.rules.step, set()).add(rank.rules.member)
 
     def send(self, rank: Rank, is_dropped: bool) -> None:
@@ -397,7 +441,10 @@ class Elastic(RuleBasedStateMachine):
         elif quorum in self.broken and data.draw(st.booleans(), label="the result is lost"):
             self.fail(rank, is_dropped=answer_lost)
         elif rank.phase == 1:
-            rank.rules.prepare()
+            place = quorum, rank.rules.step
+            if place not in self.gives_state:
+                self.gives_state[place] = data.draw(st.booleans(), label="the step gives the state")
+            rank.rules.prepare(gives_state=self.gives_state[place])
             rank.phase, rank.prepared_in = 2, quorum
         else:
             rank.rules.commit()
@@ -422,7 +469,7 @@ class Elastic(RuleBasedStateMachine):
         present = [
             rank
             for rank in self.ranks.values()
-            if rank.rules.quorum == self.coordinator.quorum and rank.rules.has_state and not rank.is_waiting
+            if rank.rules.quorum == self.coordinator.quorum and rank.rules.is_ready and not rank.is_waiting
         ]
         return [rank for rank in present if rank.phase == 0 and len(present) > 1]
 
@@ -431,6 +478,7 @@ class Elastic(RuleBasedStateMachine):
     def pause(self, data: st.DataObject) -> None:
         rules = data.draw(st.sampled_from(self.stragglers())).rules
         self.broken.add(rules.quorum)
+        self.holders.discard(rules.member)
         self.ranks[rules.member] = Rank(rules.member, is_newcomer=True)
         self.carry_out(self.coordinator.left(LeaveNotice(rules.member, rules.step, will_return=True)))
 

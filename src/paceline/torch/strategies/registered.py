@@ -46,7 +46,10 @@ class RegisteredStates:
         self._objects[name] = known
 
     def encode(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return all states as JSON values by name, and the tensors by the names in these JSON values."""
+        """Return all states as JSON values by name, and the tensors by the names in these JSON values.
+
+        The names of an object's tensors begin with the object's name and a slash.
+        """
         tensors: dict[str, torch.Tensor] = {}
         return {name: _encode(name, known, tensors) for name, known in self._objects.items()}, tensors
 
@@ -64,19 +67,19 @@ class RegisteredStates:
 
 
 def _encode(name: str, known: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    return to_json(_without_tensors(known.state_dict(), tensors), f"the registered state {name!r}")
+    return to_json(_without_tensors(known.state_dict(), name, tensors), f"the registered state {name!r}")
 
 
-def _without_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _without_tensors(value: Any, owner: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Return `value` with names instead of tensors, and add its tensors to `tensors` under these names."""
     if isinstance(value, torch.Tensor):
-        name = str(len(tensors))
+        name = f"{owner}/{len(tensors)}"
         tensors[name] = value.detach()
         return {_TENSOR: name}
     if isinstance(value, Mapping):
-        return {key: _without_tensors(item, tensors) for key, item in value.items()}
+        return {key: _without_tensors(item, owner, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_tensors(item, tensors) for item in value]
+        return [_without_tensors(item, owner, tensors) for item in value]
     return value
 
 

@@ -91,7 +91,7 @@ class ElasticGradients:
     def _begin(self) -> None:
         """Begin a backward pass."""
         self._buckets = []  # drop the buckets of an interrupted backward pass
-        self._batch_weight = self._steps.take_weight()
+        self._batch_weight = self._steps.take_weight() * self._group.is_ready
         if self._steps.is_first_batch:
             self._earlier = {}
         if not self._earlier:
@@ -111,7 +111,7 @@ class ElasticGradients:
         )
 
     def _start(self, value: _Mean) -> None:
-        if not self._steps.lacks(self._group.members):
+        if not self._steps.lacks(self._group.ready):
             value.ticket = self._group.start_mean(value.local, value.mean)
 
     def _finish(self) -> None:
@@ -123,7 +123,7 @@ class ElasticGradients:
             """Average the values over `group`. Return rank 0's buffers, or None if samples of the step are missing."""
             nonlocal is_repeated
             is_first, is_repeated = not is_repeated, True
-            if self._steps.lacks(self._group.members):
+            if self._steps.lacks(self._group.ready):
                 return None
             for value in values[:-1] if is_first else ():
                 if value.ticket is None:
@@ -152,6 +152,7 @@ class ElasticGradients:
 
     def _keep(self) -> None:
         """Store the gradients for the next batch of the step, and give zeros to the optimizer."""
+        self._group.load_part()  # before the loop changes other states, such as an average of the model
         for bucket in self._buckets:
             bucket.buffer.copy_(bucket.value.local)
             for parameter, gradient in bucket.gradients:

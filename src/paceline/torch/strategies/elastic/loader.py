@@ -102,7 +102,8 @@ class ElasticLoader(Loader):
     def _take_place(self) -> None:
         """Select the part of the data for this rank's current number."""
         if self._is_shared:
-            self._rank, self._size = self._strategy.data_place
+            rank, self._size = self._strategy.data_place
+            self._rank = min(rank, self._size - 1)
         if not self._is_stream:
             self.inner = self._with_sampler(Remaining())
 
@@ -167,8 +168,8 @@ class ElasticLoader(Loader):
         num_steps = 0
         while True:
             self._training.steps.settle()  # end these leases before newcomers receive the position
-            if not is_repeating:
-                self._training.admit_newcomers(epoch)
+            if not is_repeating and self._training.admit_newcomers(epoch):
+                num_steps = 0
             if not self._training.has_joined:
                 break
             if division != self._training.division:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
+import msgspec
+import numpy as np
 import torch
 
 from paceline.collectives import Group
-from paceline.torch.strategies.all_reduce import describe_entry, share_optimizer_state
-from paceline.torch.strategies.base import Strategy, state_of
+from paceline.collectives.elastic import ElasticGroup
+from paceline.protocol.healing import HealingProgress, next_part, split_into_parts
+from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.checkpoints import options_of_group
+from paceline.torch.strategies.elastic.chunks import StateChunks, StateTensors
 from paceline.torch.strategies.json_values import from_json, like, to_json
+from paceline.transport import register_type
 
 _ALIGNMENT: Final = 16
 """Alignment of tensors in a message, in bytes: a multiple of the size of every dtype's elements."""
@@ -35,41 +41,102 @@ def broadcast_copies(group: Group, tensors: Sequence[torch.Tensor], root: int) -
     return copies
 
 
-class TransferredState:
-    """A copy of a training's state: sent by one rank, received and loaded by newcomers."""
+class StateTransfer:
+    """Transfers the training's state to newcomers (:mod:`paceline.protocol.healing`).
 
-    def __init__(self, strategy: Strategy) -> None:
+    A newcomer uses one object until it is ready. A ready rank uses a new object between any two steps.
+    """
+
+    def __init__(self, strategy: Strategy, *, is_newcomer: bool = False) -> None:
         self._strategy = strategy
-        self._values: dict[str, torch.Tensor] = {}
-        self._states: list[dict[int, dict[str, Any]]] = []
-        self._registered: dict[str, torch.Tensor] = {}
-        self._description: dict[str, Any] = {}
+        self._progress = HealingProgress() if is_newcomer else None
+        self._tensors: StateTensors | None = None
+        self._chunks: StateChunks | None = None
+        """The chunks of rank 0 or of a newcomer."""
+        self._part: tuple[int, int, int] | None = None
+        """First chunk, end, and number of bytes of the next part; None if newcomers receive everything."""
+        self._description: dict[str, Any] | None = None
+        """The description that a newcomer has received and not loaded."""
+        self._rest: list[torch.Tensor] = []
+        """The values of the tensors that are in no chunk."""
+        self._has_positions = False
+        """Whether a newcomer has received the positions of the loaders, which it then updates itself."""
 
-    def share(self, group: Group, source: int) -> None:
-        """Receive the state of the rank `source`.
+    def share(self, group: Group, *, is_urgent: bool) -> bool:
+        """Choose the next part, or give the whole state to the newcomers. Return whether newcomers have the state.
 
-        Every rank of the group must call this method, and repeat the call after a failure.
+        All ranks must make this call, and repeat it after a failure. For the options, see
+        :func:`paceline.protocol.healing.next_part`.
         """
-        strategy, is_source = self._strategy, group.rank == source
-        assert strategy.module is not None
-        states, tensors = strategy.registered.encode() if is_source else ({}, {})
-        if is_source:
-            described = {name: describe_entry(tensor) for name, tensor in tensors.items()}
-            own = {**self.describe(), "registered": states, "tensors": described}
-        self._description = from_json(group.broadcast_object(own if is_source else None, root=source))
-        if not is_source:
-            tensors = {
-                name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-                for name, (dtype, shape) in self._description["tensors"].items()
-            }
-        copies = broadcast_copies(group, list(tensors.values()), source)
-        self._registered = dict(zip(tensors, copies, strict=True))
-        values = state_of(strategy.module)
-        self._values = dict(zip(values, broadcast_copies(group, list(values.values()), source), strict=True))
-        self._states = [
-            share_optimizer_state(group, strategy.gather_optimizer_state(number) if is_source else {}, source)
-            for number in range(len(strategy.optimizers))
-        ]
+        shown = [each for each in group.all_gather_objects(self._progress) if each is not None]
+        progress = [msgspec.convert(each, register_type(HealingProgress)) for each in shown]
+        header: list[Any] | None = None
+        if group.rank == 0:
+            self._tensors = StateTensors(self._strategy)
+            self._chunks = self._tensors.chunks()
+            part = next_part(progress, self._chunks.sizes, is_urgent=is_urgent)
+            place = None if part is None else [part.start, part.stop, self._chunks.num_bytes(part)]
+            has_description = part is None or any(each.num_received is None for each in progress)
+            header = [place, {**self._tensors.describe(), "values": self.describe()} if has_description else None]
+        self._part, description = group.broadcast_object(header, root=0)
+        if description is not None:
+            self._share_description(group, description)
+        if self._part is None:
+            self._share_differences(group, progress, description["sizes"])
+        return self._part is None
+
+    def _share_description(self, group: Group, description: dict[str, Any]) -> None:
+        """Share the tensors that are in no chunk. Newcomers create their tensors."""
+        if group.rank == 0:
+            assert self._tensors is not None
+            rest = [self._tensors.by_name[name] for name in description["rest"]]
+        else:
+            types = [description["tensors"][name] for name in description["rest"]]
+            rest = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for dtype, shape, *_ in types]
+        copies = broadcast_copies(group, rest, 0)
+        if self._progress is not None and (self._part is None or self._progress.num_received is None):
+            self._description, self._rest = description, copies
+            self._tensors = StateTensors(self._strategy)
+            self._tensors.adopt(description)
+            self._chunks = self._tensors.chunks()
+
+    def _share_differences(self, group: Group, progress: list[HealingProgress], sizes: list[int]) -> None:
+        """Send the chunks that differ between rank 0 and a newcomer."""
+        count = min(max(each.num_received or 0 for each in progress), len(sizes))
+        own = np.zeros(count, np.uint64) if self._chunks is None else self._chunks.checksums(count)
+        right = group.broadcast(own.copy(), root=0) if count else own
+        differs = np.zeros(len(sizes), np.uint8)
+        if self._progress is not None:
+            differs[:count] = own != right
+            differs[self._progress.num_received or 0 :] = 1
+        numbers = np.flatnonzero(group.all_reduce(differs, "max")).tolist()
+        for part in split_into_parts(numbers, sizes):
+            if self._chunks is not None and self._progress is None:
+                message = self._chunks.pack(part)
+            else:
+                message = torch.empty(sum(sizes[number] for number in part), dtype=torch.uint8)
+            group.broadcast(message, root=0)
+            if self._chunks is not None and self._progress is not None:
+                self._chunks.unpack(message, part)
+
+    def share_part(self, group: ElasticGroup) -> None:
+        """Send the next part from rank 0 to newcomers, in the background."""
+        if self._part is None or self._chunks is None:
+            return
+        first, end, num_bytes = self._part
+        if self._progress is None:
+            group.send_part(self._chunks.pack(range(first, end)))
+        elif self._chunks.num_bytes(range(first, end)) == num_bytes:
+            message = torch.empty(num_bytes, dtype=torch.uint8)
+            group.receive_part(message, partial(self._load_part, message, first, end))
+        else:  # the optimizer of the other ranks has created tensors
+            self._progress = HealingProgress()
+
+    def _load_part(self, message: torch.Tensor, first: int, end: int, waited_s: float) -> None:
+        assert self._chunks is not None
+        assert self._progress is not None
+        self._chunks.unpack(message, range(first, end))
+        self._progress = self._progress.after_part(end, len(message), waited_s)
 
     def describe(self) -> Any:
         """Return the options of optimizers and the states of schedulers and loaders, as JSON values.
@@ -91,18 +158,37 @@ class TransferredState:
         )
 
     def load(self) -> None:
-        """Load the received state into this rank's model, optimizers, schedulers and loaders."""
-        strategy = self._strategy
-        strategy._scatter_values(self._values)
-        for number, (optimizer, groups) in enumerate(
-            zip(strategy.optimizers, self._description["optimizers"], strict=True)
-        ):
+        """On a newcomer, load the values that :meth:`share` has received, except chunks, which are in place."""
+        description, self._description = self._description, None
+        if description is None:
+            return
+        assert self._tensors is not None
+        assert self._progress is not None
+        strategy, values = self._strategy, from_json(description["values"])
+        self._progress = HealingProgress(self._progress.num_received or 0)
+        for name, tensor in zip(description["rest"], self._rest, strict=True):
+            self._tensors.by_name[name].copy_(tensor)
+        for optimizer, groups in zip(strategy.optimizers, values["optimizers"], strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options_of_group(group, options))
-            strategy._scatter_optimizer_state(self._states[number], number)
-        for scheduler, state in zip(strategy.schedulers, self._description["schedulers"], strict=True):
+        for scheduler, state in zip(strategy.schedulers, values["schedulers"], strict=True):
             scheduler.load_state_dict(like(scheduler.state_dict(), state))
-        strategy.registered.check_complete(self._description["registered"])
-        strategy.registered.load(self._description["registered"], self._registered)
-        for loader, position in zip(strategy.loaders, self._description["loaders"], strict=True):
-            loader.load_state_dict(position)
+        self._load_registered(self._tensors, description)
+        if not self._has_positions:
+            self._has_positions = True
+            for loader, position in zip(strategy.loaders, values["loaders"], strict=True):
+                loader.load_state_dict(position)
+
+    def _load_registered(self, tensors: StateTensors, description: dict[str, Any]) -> None:
+        """Load registered states, except states that are in place, and states of which chunks are missing."""
+        registered, states = self._strategy.registered, description["registered"]
+        registered.check_complete(states)
+        own, own_tensors = registered.encode()
+        for name, state in states.items():
+            paths = [path for path in tensors.by_name if path.startswith(f"registered/{name}/")]
+            found = {path.removeprefix("registered/"): tensors.by_name[path] for path in paths}
+            is_in_place = own.get(name) == state and all(
+                tensor.data_ptr() == own_tensors[path].data_ptr() for path, tensor in found.items()
+            )
+            if not is_in_place and (self._part is None or tensors.rest.issuperset(paths)):
+                registered.load({name: from_json(state)}, found)

@@ -26,7 +26,7 @@ from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.elastic.gradients import ElasticGradients
 from paceline.torch.strategies.elastic.loader import ElasticLoader
 from paceline.torch.strategies.elastic.place import find_place
-from paceline.torch.strategies.elastic.state import TransferredState, broadcast_copies
+from paceline.torch.strategies.elastic.state import StateTransfer, broadcast_copies
 from paceline.torch.strategies.elastic.steps import ElasticSteps
 from paceline.torch.strategies.elastic.training import ElasticTraining
 from paceline.torch.strategies.loaders import Loader
@@ -121,7 +121,8 @@ class ElasticAllReduce(AllReduce):
     @override
     def data_place(self) -> tuple[int, int]:
         contributors, _ = self._training.division
-        return contributors.index(self._elastic.member), len(contributors)
+        own = self._elastic.member
+        return contributors.index(own) if own in contributors else len(contributors), len(contributors)
 
     @override
     def prepare(self, *given: Any, **named: Any) -> Any:
@@ -129,7 +130,7 @@ class ElasticAllReduce(AllReduce):
         prepared = super().prepare(*given, **named)
         for scheduler in self.schedulers[num_schedulers:]:
             self._delay_steps(scheduler)
-        TransferredState(self).describe()  # raise UsageError now, not when a newcomer joins
+        StateTransfer(self).describe()  # raise UsageError now, not when a newcomer joins
         return prepared
 
     @override

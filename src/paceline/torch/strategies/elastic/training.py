@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
+from functools import partial
 
-from paceline.collectives.elastic import ElasticGroup, load_kernels
+from paceline.collectives.elastic import ElasticGroup
+from paceline.collectives.start import load_kernels
 from paceline.errors import GroupClosedError
+from paceline.kernels import checksum
 from paceline.meeting.coordinator import ENDED
 from paceline.torch.strategies.base import Strategy
-from paceline.torch.strategies.elastic.state import TransferredState
+from paceline.torch.strategies.elastic.state import StateTransfer
 from paceline.torch.strategies.elastic.steps import ElasticSteps
 from paceline.torch.strategies.loaders import Loader
 
@@ -20,8 +24,12 @@ class ElasticTraining:
         self._strategy = strategy
         self._group = group
         self.steps = steps
-        self._is_paused = False
-        """Whether this process was excluded as a straggler."""
+        self._paused_rank: int | None = None
+        """The rank of this process before it was excluded as a straggler; None if it was not excluded."""
+        self._transfer: StateTransfer | None = None
+        """Receives the state, until this process has it."""
+        self._has_just_joined = False
+        """Whether this process has joined between the same two steps."""
         self.has_computed_alone = False
         """Whether this process, as a newcomer, has computed a batch alone."""
 
@@ -34,7 +42,8 @@ class ElasticTraining:
     def division(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The incarnations of the ranks that divide the data, and each rank's number of samples in a step.
 
-        The second value is None if the numbers are equal. Between two exchanges, the values are equal on all ranks.
+        A rank without the training's state is not among them. The second value is None if the numbers are equal.
+        Between two exchanges, the values are equal on all ranks.
         """
         return self._group.contributors, self._group.shares
 
@@ -61,52 +70,67 @@ class ElasticTraining:
         if self._group.is_marked(self._epoch_key(loader, epoch + 1)):
             return False
         load_kernels()
+        checksum.compile_kernels()
         try:
             if not self._group.enter(epoch):
                 return False
         except GroupClosedError:
             _print("the training ended before this rank could take part")
             sys.exit(0)
-        self._transfer_state()
-        if self._is_paused:
-            self._is_paused = False
-            _print(f"rank {self._group.rank} has recovered, and takes part again")
+        self._transfer = StateTransfer(self._strategy, is_newcomer=True)
+        self._heal(is_urgent=False)
+        self._has_just_joined = True
+        if self._paused_rank is not None:
+            _print(f"rank {self._paused_rank} has recovered, and takes part again as rank {self._group.rank}")
+            self._paused_rank = None
         return True
 
     def _epoch_key(self, loader: Loader, epoch: int) -> str:
         return f"epoch {epoch} of loader {self._strategy.loaders.index(loader)}"
 
-    def admit_newcomers(self, epoch: int) -> None:
+    def admit_newcomers(self, epoch: int) -> bool:
         """Between two steps, let waiting processes join, and exclude a straggler, which then computes alone.
 
-        Every rank must call this method before each batch of the training data.
+        Processes without the training's state receive a part of it. Every rank must call this method before each batch
+        of the training data. Return whether the quorum has changed.
         """
+        if self._has_just_joined:
+            self._has_just_joined = False
+            return False
         # DistributedDataParallel changes its buckets after its first backward pass. All ranks must have done that pass.
         has_buckets = self.steps.has_exchanged or self.has_computed_alone
         if not self.steps.is_idle or not has_buckets:
-            return
+            return False
         if self._group.straggler is not None and self._group.straggler == self._group.rank:
             self._pause()
-            return
-        # During a transfer, more newcomers may request to join. All ranks must admit them before the same step.
-        while self._group.admits_newcomers or self._group.has_newcomers or self._group.straggler is not None:
-            if self._group.admits_newcomers or self._group.straggler is not None:
-                self._group.admit(epoch)
-            if self._group.has_newcomers:
-                self._transfer_state()
+            return True
+        has_changed = self._group.admits_newcomers or self._group.straggler is not None
+        if has_changed:
+            self._group.admit(epoch)
+        self._heal(is_urgent=False)
+        return has_changed
 
-    def _transfer_state(self) -> None:
-        state = TransferredState(self._strategy)
-        is_needed = not self._group.has_state
-        if self._group.transfer(state.share) and is_needed:
-            state.load()
+    def _heal(self, *, is_urgent: bool) -> None:
+        """Transfer the next part of the state to newcomers; if `is_urgent`, transfer everything."""
+        if not self._group.has_newcomers:
+            return
+        transfer = self._transfer or StateTransfer(self._strategy)
+        may_share_part = self._group.heal(partial(transfer.share, is_urgent=is_urgent))
+        if self._transfer is not None:
+            self._transfer.load()
+        if may_share_part:
+            transfer.share_part(self._group)
+            # The first call of a compiled function is slow. Load the function before all ranks wait for it.
+            threading.Thread(target=checksum.compile_kernels, daemon=True).start()
+        if self._group.has_state:
+            self._transfer = None
 
     def _pause(self) -> None:
         times, rank = self._group.step_times, self._group.rank
         assert times is not None
         own, others = _milliseconds(times.medians()[rank]), _milliseconds(times.others(rank))
         self._group.pause()
-        self._is_paused = True
+        self._paused_rank = rank
         _print(
             f"rank {rank} is left out, because its steps take {own}, more than {times.factor:g} times the other ranks' "
             f"{others}. It computes alone until it has recovered"
@@ -122,7 +146,11 @@ class ElasticTraining:
         return self._group.is_marked(ENDED) or self._group.is_marked(self._epoch_key(loader, epoch + 1))
 
     def end_epoch(self, loader: Loader, epoch: int) -> None:
-        """End the leases of an epoch. If the ranks compare the times of their steps, rank 0 prints them."""
+        """End the leases of an epoch. All ranks then have the training's state.
+
+        If the ranks compare the times of their steps, rank 0 prints them.
+        """
+        self._heal(is_urgent=True)
         self.steps.end_epoch(loader)
         times = self._group.step_times
         if times is not None and self._group.rank == 0 and times.medians():

@@ -1,0 +1,171 @@
+"""The tensors of a training's state, and their division into chunks that are sent one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.errors import UsageError
+from paceline.kernels.checksum import xxh64
+from paceline.protocol.healing import divide_state
+from paceline.torch.strategies.base import Strategy, state_of
+
+_WORDS_BYTES: Final = 32
+"""The number of bytes of a checksum's data must be a multiple of this."""
+_LEAST_BYTES: Final = 1 << 16
+"""Smaller tensors of registered states, such as a generator's state, are in no family."""
+
+
+class StateTensors:
+    """The tensors of one rank's state: of the model, the optimizers and the registered states.
+
+    A *family* has tensors with equal numbers of elements, such as a parameter and its entries in the optimizer's state.
+    Families are divided into chunks. Tensors in no family are small.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        assert strategy.module is not None
+        self._strategy = strategy
+        self.registered, registered = strategy.registered.encode()
+        """The registered states without their tensors."""
+        self.by_name: dict[str, torch.Tensor] = {}
+        """Tied parameters have only the first name."""
+        self.options: list[Any] = []
+        """Other values in the optimizers' states: number of the optimizer, number of the parameter, key and value."""
+        families: dict[Any, list[str]] = {}
+        for name, tensor in state_of(strategy.module).items():
+            place = _place(tensor)
+            if place not in families:
+                self.by_name[f"model/{name}"] = tensor
+                if _is_dense(tensor):
+                    families[place] = [f"model/{name}"]
+        for number, index, parameter in self._parameters():
+            for key, value in strategy.optimizers[number].state.get(parameter, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    self.options.append([number, index, key, value])
+                    continue
+                self.by_name[f"optimizer/{number}/{index}/{key}"] = value
+                if _is_dense(value) and value.numel() == parameter.numel():
+                    families.setdefault(_place(parameter), []).append(f"optimizer/{number}/{index}/{key}")
+        for name, tensor in registered.items():
+            self.by_name[f"registered/{name}"] = tensor
+            if _is_dense(tensor) and tensor.nbytes >= _LEAST_BYTES:
+                families[name] = [f"registered/{name}"]
+        self.families = list(families.values())
+        """The names of each family's tensors."""
+        self.rest = self.by_name.keys() - {name for family in self.families for name in family}
+        """The names of the tensors in no family."""
+
+    def _parameters(self) -> Iterable[tuple[int, int, torch.nn.Parameter]]:
+        """Yield the number of the optimizer, and number and value of the parameter, as in the optimizer's state."""
+        for number, optimizer in enumerate(self._strategy.optimizers):
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            yield from ((number, index, parameter) for index, parameter in enumerate(parameters))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the types of all tensors, and the other values, for :meth:`adopt` on a newcomer."""
+        described = {
+            name: [str(each.dtype).removeprefix("torch."), [*each.shape], [*each.stride()], each.is_cpu]
+            for name, each in self.by_name.items()
+        }
+        return {
+            "tensors": described, "families": self.families, "rest": sorted(self.rest), "options": self.options,
+            "registered": self.registered, "sizes": self.chunks().sizes,
+        }  # fmt: skip
+
+    def adopt(self, description: dict[str, Any]) -> None:
+        """Create the described tensors that this rank lacks, with undefined values. Drop other entries of optimizers.
+
+        New tensors of registered states are not part of the state.
+        """
+        self.families, self.rest = description["families"], {*description["rest"]}
+        parameters = {(number, index): parameter for number, index, parameter in self._parameters()}
+        states: dict[tuple[int, int], dict[str, Any]] = {place: {} for place in parameters}
+        for number, index, key, value in description["options"]:
+            states[number, index][key] = value
+        own, self.by_name = self.by_name, {}
+        for name, (dtype, shape, strides, is_cpu) in description["tensors"].items():
+            kind, _, path = name.partition("/")
+            tensor = own.get(name)
+            dtype = getattr(torch, dtype)
+            if tensor is None or (tensor.dtype, [*tensor.shape], [*tensor.stride()]) != (dtype, shape, strides):
+                if kind == "model":
+                    raise UsageError(
+                        f"the model of this rank has no parameter or buffer {path!r} as on the other ranks"
+                    )
+                device = torch.device("cpu") if kind == "registered" or is_cpu else self._strategy.storage
+                tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            self.by_name[name] = tensor
+            if kind == "optimizer":
+                optimizer, parameter, key = path.split("/", 2)
+                states[int(optimizer), int(parameter)][key] = tensor
+        for (number, index), state in states.items():
+            found = self._strategy.optimizers[number].state
+            found.pop(parameters[number, index], None)
+            if state:
+                found[parameters[number, index]] = state
+
+    def chunks(self) -> StateChunks:
+        return StateChunks([[self.by_name[name] for name in family] for family in self.families])
+
+
+class StateChunks:
+    """The memory of families of tensors, divided into chunks."""
+
+    def __init__(self, families: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._families = [[(_memory_of(each), each.element_size()) for each in family] for family in families]
+        item_bytes = [[size for _, size in family] for family in self._families]
+        lengths = [family[0].numel() for family in families]
+        self._chunks = [*divide_state([*zip(lengths, map(max, item_bytes), strict=True)])]
+        self.sizes = [sum(item_bytes[chunk.family]) * (chunk.end - chunk.first) for chunk in self._chunks]
+        """The number of bytes of each chunk."""
+
+    def _memory(self, number: int) -> list[torch.Tensor]:
+        family, first, end = self._chunks[number]
+        return [memory[first * size : end * size] for memory, size in self._families[family]]
+
+    def num_bytes(self, numbers: range) -> int:
+        return sum(self.sizes[numbers.start : numbers.stop])
+
+    def pack(self, numbers: Iterable[int]) -> torch.Tensor:
+        """Return a copy of chunks, on the CPU."""
+        return torch.cat([memory.cpu() for number in numbers for memory in self._memory(number)])
+
+    def unpack(self, message: torch.Tensor, numbers: Iterable[int]) -> None:
+        parts = [memory for number in numbers for memory in self._memory(number)]
+        for memory, part in zip(parts, torch.split(message, [len(memory) for memory in parts]), strict=True):
+            memory.copy_(part)
+
+    def checksums(self, count: int) -> npt.NDArray[np.uint64]:
+        """Return the checksums of the first `count` chunks."""
+        return np.array([_checksum(self._memory(number)) for number in range(count)], np.uint64)
+
+
+def _checksum(parts: Iterable[torch.Tensor]) -> int:
+    found: list[int] = []
+    for part in parts:
+        data = part.cpu().numpy()
+        whole = len(data) - len(data) % _WORDS_BYTES
+        tail = np.zeros(_WORDS_BYTES, np.uint8)
+        tail[: len(data) - whole] = data[whole:]
+        words = [each.view(np.uint64) for each in (data[:whole], tail) if len(each)]
+        found += [xxh64(each if each.flags.aligned else each.copy()) for each in words]
+    return int(xxh64(np.array(found + [0] * (-len(found) % 4), np.uint64)))
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill a range of memory, in any order."""
+    return tensor.numel() > 0 and tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a dense tensor. Writing them does not disturb a backward pass that is not over."""
+    return torch.as_strided(tensor.data, (tensor.numel(),), (1,)).view(torch.uint8)
