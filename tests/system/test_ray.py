@@ -271,10 +271,93 @@ def test_wrong_scripts(commands: Commands) -> None:
     assert "RAY_ADDRESS=127.0.0.1:1" in finished.err
 
 
-def test_the_guide(cluster: Any) -> None:
+_RAY_TRAIN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+"""Ray's own warnings."""
+
+
+def fit(train: Any, folder: Path, *, num_workers: int = 2, max_failures: int = 0, **options: Any) -> Any:
+    import ray.train
+    from ray.train.torch import TorchTrainer
+
+    import paceline.ray
+
+    return TorchTrainer(
+        train,
+        torch_config=paceline.ray.PacelineConfig(**options),
+        scaling_config=ray.train.ScalingConfig(num_workers=num_workers),
+        run_config=ray.train.RunConfig(
+            storage_path=str(folder / "results"), failure_config=ray.train.FailureConfig(max_failures=max_failures)
+        ),
+    ).fit()
+
+
+@_RAY_TRAIN
+def test_ray_train(cluster: Any, tmp_path: Path) -> None:
+    def train() -> dict[str, Any]:
+        import ray.train
+
+        import paceline.torch as pt
+
+        strategy = pt.strategy()
+        rank = ray.train.get_context().get_world_rank()
+        return {"total": strategy.reduce(strategy.rank + 1.0, "sum"), "name": strategy.name, "rank": rank}
+
+    assert fit(train, tmp_path).return_value == {"total": 3.0, "name": "all-reduce", "rank": 0}
+
+
+@_RAY_TRAIN
+def test_ray_train_replaces_a_worker(cluster: Any, tmp_path: Path) -> None:
+    def train() -> None:
+        import torch
+
+        import paceline.torch as pt
+
+        strategy: Any = pt.strategy()
+        Path(tmp_path, f"started-{os.getpid()}").touch()
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randn(40, 1))
+        loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+        model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+        for _ in range(100):
+            for x, y in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                if strategy.has_joined and strategy.world_size == 2:
+                    Path(tmp_path, f"trained-{os.getpid()}").touch()
+                if len(list(tmp_path.glob("trained-*"))) < 3:  # until a new worker takes part
+                    time.sleep(0.1)
+        values = [parameter.tolist() for parameter in strategy.module.parameters()]
+        Path(tmp_path, f"ended-{os.getpid()}").write_text(repr((strategy.world_size, values)))
+
+    def pids(state: str) -> set[int]:
+        return {int(path.name.partition("-")[2]) for path in tmp_path.glob(f"{state}-*")}
+
+    killed: list[int] = []
+
+    def kill() -> None:
+        wait_until(lambda: len(pids("trained")) == 2, "the workers do not train", 280)
+        killed.append(pids("trained").pop())
+        os.kill(killed[0], signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    fit(train, tmp_path, min_ranks=1, max_failures=1)
+    killing.join()
+    assert len(pids("started")) == 3
+    assert pids("ended") == pids("started") - {*killed}
+    assert len({path.read_text() for path in tmp_path.glob("ended-*")}) == 1
+
+
+@_RAY_TRAIN
+def test_the_guide(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # for the results of Ray Train
     text = (ROOT / "docs" / "guides" / "ray.md").read_text().replace("ray.init()\n", "")
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, names)
     assert len(names["losses"]) == 4
     assert max(names["errors"]) < 1e-3
+    assert names["result"].return_value > 0

@@ -14,7 +14,7 @@ from paceline.meeting.coordinator import OPTIONS, TIMEOUT_MS, CoordinatorServer
 from paceline.meeting.own_launcher import coordinator_token
 from paceline.protocol.launchers import OwnLaunchers
 from paceline.protocol.quorum import Coordinator
-from paceline.strategies import ElasticFlags, choose_elastic
+from paceline.strategies import ElasticFlags, ElasticOptions, choose_elastic
 from paceline.transport import TLS, Address
 from paceline.transport.addresses import announced_host
 
@@ -49,17 +49,15 @@ def run_coordinator(
     options = choose_elastic(flags, max_ranks or flags.min_ranks)
     assert options is not None
     place = Address.parse(address)
-    token = coordinator_token(place, environment())
-    rules = Coordinator(
-        min_ranks=options.min_ranks,
+    with start_coordinator(
+        options,
+        place,
+        coordinator_token(place, environment()),
+        tls,
         max_ranks=max_ranks or sys.maxsize,
-        report_timeout_s=REPORT_TIMEOUT_S,
-        num_places=options.num_ranks,
         start_timeout_s=start_timeout_s,
-    )
-    extra: dict[str, int | str] = {OPTIONS: options.encode(), TIMEOUT_MS: round(1000 * timeout_s)}
-    launchers = OwnLaunchers(timeout_s=timeout_s)
-    with CoordinatorServer(rules, launchers, place, token, tls, lambda member: None, extra=extra) as server:
+        timeout_s=timeout_s,
+    ) as server:
         on_ready(Address("tcp", announced_host(server.address.host), server.address.port))
         has_ended = False
         while not has_ended:
@@ -69,3 +67,29 @@ def run_coordinator(
                 on_note(note)
             if server.failure is not None:
                 raise PeerError(f"the training has failed: {server.failure}")
+
+
+def start_coordinator(
+    options: ElasticOptions,
+    address: Address,
+    token: str,
+    tls: TLS | None,
+    *,
+    max_ranks: int,
+    start_timeout_s: float,
+    timeout_s: float,
+) -> CoordinatorServer:
+    """Start a coordinator for ranks that are their own launchers; the numbers are as for :func:`run_coordinator`.
+
+    Raises AddressError if the address is not free.
+    """
+    rules = Coordinator(
+        min_ranks=options.min_ranks,
+        max_ranks=max_ranks,
+        report_timeout_s=REPORT_TIMEOUT_S,
+        num_places=options.num_ranks,
+        start_timeout_s=start_timeout_s,
+    )
+    launchers = OwnLaunchers(timeout_s=timeout_s)
+    extra: dict[str, int | str] = {OPTIONS: options.encode(), TIMEOUT_MS: round(1000 * timeout_s)}
+    return CoordinatorServer(rules, launchers, address, token, tls, lambda member: None, extra=extra)

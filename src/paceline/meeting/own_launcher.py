@@ -154,6 +154,12 @@ def announce_rank(variables: Environment, tls: TLS | None, timeout_s: float) -> 
 _open: weakref.WeakSet[OwnLauncher] = weakref.WeakSet()
 
 
+def close_own_launchers() -> None:
+    """Report the end of this process's ranks, in a process that continues. An exception is a failure of the rank."""
+    for launcher in list(_open):
+        launcher.close()
+
+
 def _disown() -> None:
     for launcher in list(_open):
         launcher.disown()

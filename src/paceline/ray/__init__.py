@@ -1,4 +1,4 @@
-"""Run a function as the ranks of one run, on the nodes of a Ray cluster (the extra ``paceline[ray]``)."""
+"""Run a function as the ranks of one run on a Ray cluster, or train with Ray Train (the extra ``paceline[ray]``)."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,8 @@ from paceline.on_demand import import_on_demand
 
 if TYPE_CHECKING:
     from .running import run
+    from .train import PacelineConfig
 
-__all__ = ["run"]
+__all__ = ["PacelineConfig", "run"]
 
-__getattr__ = import_on_demand(__name__, {".running": ("run",)})
+__getattr__ = import_on_demand(__name__, {".running": ("run",), ".train": ("PacelineConfig",)})

@@ -120,6 +120,15 @@ class StrategyChoice:
         """A key of :data:`STRATEGIES`."""
         return self.spec.name
 
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables by which the ranks receive the choice."""
+        variables = {"PACELINE_STRATEGY": self.name}
+        if self.replicas is not None:
+            variables["PACELINE_REPLICAS"] = str(self.replicas)
+        if self.options is not None:
+            variables["PACELINE_STRATEGY_OPTIONS"] = self.options.encode()
+        return variables
+
 
 def choose_strategy(
     name: str | None,

@@ -225,13 +225,9 @@ def plan_ranks(
         "MASTER_ADDR": layout.master_addr,
         "MASTER_PORT": str(layout.master_port),
         "PACELINE_ROLE": "worker",
-        "PACELINE_STRATEGY": choice.name,
         "PACELINE_TOKEN": token,
+        **choice.variables(),
     }
-    if choice.replicas is not None:
-        variables["PACELINE_REPLICAS"] = str(choice.replicas)
-    if choice.options is not None:
-        variables["PACELINE_STRATEGY_OPTIONS"] = choice.options.encode()
     if filters:
         variables["PACELINE_FILTERS"] = filters
     if pull_filters is not None:
