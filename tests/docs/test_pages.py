@@ -27,6 +27,7 @@ from sybil.parsers.markdown import CodeBlockParser
 from tests.docs.files import PRELUDES, write_files, write_models
 from tests.free_ports import free_port
 from tests.pages import PAGES, ROOT
+from tests.warm.processes import RANKS, RELAY
 
 LANGUAGES = ("python", "sh", "console", "json")
 COMMENT = re.compile(r"<!-- docs test: ((?:(?!-->).)*) -->\n\Z", re.DOTALL)
@@ -45,8 +46,9 @@ def treatment(example: Example) -> str:
 class Page:
     """Runs the blocks of one page in a directory."""
 
-    def __init__(self, path: Path, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, path: Path, directory: Path, programs: Sequence[Path] = ()) -> None:
+        """Commands are looked up in the folders `programs` first."""
+        self.directory, self.programs = directory, programs
         self.name = name_of(path)
         self.prelude = PRELUDES.get(self.name, "")
         self.namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -74,7 +76,7 @@ class Page:
             process = subprocess.Popen(
                 ["bash", "-c", self.with_local_paths(command)],
                 cwd=self.directory,
-                env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+                env=self.variables(),
                 stdout=stream,
                 stderr=stream,
                 text=True,
@@ -85,6 +87,11 @@ class Page:
         text = output.read_text()
         assert status == 0, f"{self.name}: `{command}` exited with {status}:\n{text}"
         return text
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of commands."""
+        path = os.pathsep.join([*map(str, self.programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+        return {**os.environ, "PATH": path, RANKS: "torch"}
 
     def evaluate(self, example: Example) -> None:
         """Run one block, or write it."""
@@ -156,9 +163,9 @@ def files_and_models(files: Path) -> Path:
     return files
 
 
-def run_blocks(path: Path, directory: Path, languages: Sequence[str]) -> None:
+def run_blocks(path: Path, directory: Path, languages: Sequence[str], programs: Sequence[Path] = ()) -> None:
     """Run the blocks of a page in some languages."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.closing(Page(path, directory)) as page:
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(Page(path, directory, programs)) as page:
         patch.chdir(directory)
         patch.syspath_prepend(directory)
         document: Document = Sybil([CodeBlockParser(name, page.evaluate) for name in languages]).parse(path)
@@ -176,9 +183,14 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def test_quick_blocks_of_the_readme_run(files: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("warm_clusters")
+def test_quick_blocks_of_the_readme_run(files: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The commands are forks of a process with loaded modules."""
+    command = tmp_path_factory.mktemp("bin") / "paceline"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} {RELAY} plain -m paceline "$@"\n')
+    command.chmod(0o755)
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
-    run_blocks(ROOT / "README.md", tmp_path, QUICK)
+    run_blocks(ROOT / "README.md", tmp_path, QUICK, [command.parent])
 
 
 @pytest.mark.thorough

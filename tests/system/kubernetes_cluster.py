@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tests.free_ports import two_free_ports
+from tests.warm.processes import WarmProcess
 
 from .running import MARK
 
@@ -36,7 +37,7 @@ class _Pod:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest, self.status = manifest, manifest["status"]
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | WarmProcess | None = None
         self.lines: list[bytes] = []
         self.changed = threading.Condition()
         self.is_closed = False
@@ -44,12 +45,13 @@ class _Pod:
     def set_state(self, phase: str, **state: Manifest) -> None:
         self.status |= {"phase": phase, "containerStatuses": [{"name": "node", "state": state}]}
 
-    def start(self, command: list[str], variables: dict[str, str], folder: Path) -> None:
+    def start(self, command: list[str], variables: dict[str, str], folder: Path, *, is_warm: bool) -> None:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            self.process = subprocess.Popen(
-                command, env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            if is_warm:
+                self.process = WarmProcess(["-m", *command], env=variables, cwd=folder, **streams)
+            else:
+                self.process = subprocess.Popen(command, env=variables, cwd=folder, start_new_session=True, **streams)
         except OSError as error:
             self._end(128, "StartError", str(error))
         else:
@@ -113,6 +115,8 @@ class KubernetesCluster:
         self.backoff_s = 0.0
         """Time before a failed pod is replaced."""
         self.requests: list[str] = []
+        self.warm_variables: dict[str, str] = {}
+        """Further variables of containers. If there are any, ``paceline`` is a fork of a process with its modules."""
         self.connections: list[tuple[socket.socket, threading.Thread]] = []
         """All connections of clients, each with the thread that answers."""
         self._counter, self._threads = itertools.count(1), list[threading.Thread]()
@@ -240,7 +244,8 @@ class KubernetesCluster:
             pod.set_state("Pending", waiting=self.waiting or missing)
         else:
             variables = self._variables_of(container, kind, num_pods, index, port)
-            pod.start([_expand(word, variables) for word in container["command"]], variables, self.folder)
+            words = [_expand(word, variables) for word in container["command"]]
+            pod.start(words, variables, self.folder, is_warm=bool(self.warm_variables))
             self._spawn(pod.follow)
         return pod
 
@@ -261,6 +266,7 @@ class KubernetesCluster:
     def _variables_of(self, container: Manifest, kind: str, num_pods: int, index: int, port: str) -> dict[str, str]:
         variables = {name: os.environ[name] for name in (MARK, "PYTHONPATH", "TMPDIR") if name in os.environ}
         variables["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder)
+        variables |= self.warm_variables
         variables |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(self.folder)}
         if kind == "TrainJob":
             variables |= {"PET_NNODES": str(num_pods), "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "node-0"}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.warm.processes import RANKS
 
 from paceline.cli import main
 from paceline.launch.engines.engine import RunEnd, RunRole
@@ -82,7 +83,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        ("job", "all-reduce"),
+        pytest.param("job", "all-reduce", marks=pytest.mark.thorough),
         ("jobset", "parameter-server"),
         pytest.param("trainjob", "all-reduce", marks=pytest.mark.thorough),
     ],
@@ -90,6 +91,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_a_script_on_two_pods(paceline: Commands, cluster: KubernetesCluster, kind: str, strategy: str) -> None:
     (cluster.folder / "script.py").write_text(_CONNECT)
     paceline.environment["KUBECONFIG"] = str(cluster.config)
+    cluster.warm_variables = {**paceline.environment, RANKS: "plain"}
     servers = ("--servers", "2") if strategy == "parameter-server" else ()
     options = ("--image", "image", "--kind", kind, "--nodes", "2", "--strategy", strategy, *servers)
     finished = paceline.run("run", "--on", "kubernetes", *options, "script.py", "$(X)")
@@ -233,6 +235,7 @@ while not pathlib.Path("removed").exists():
 def test_an_elastic_training_replaces_pods_and_grows(paceline: Commands, cluster: KubernetesCluster) -> None:
     (cluster.folder / "train.py").write_text(TRAIN)
     paceline.environment["KUBECONFIG"] = str(cluster.config)
+    cluster.warm_variables = {**paceline.environment, RANKS: "torch"}
     options = ["--strategy", "all-reduce", "--nodes", "2", "--min-ranks", "1", "--max-ranks", "3"]
     words = ["--on", "kubernetes", "--image", "image", "--name", "demo", *options, "--heartbeat-timeout", "2"]
     running = paceline.start("run", *words, "train.py", "", "3")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.warm.processes import RANKS, RELAY
 
 _PROGRAMS = {}
 _PROGRAMS["connect"] = """
@@ -58,7 +60,7 @@ def variables() -> dict[str, str]:
     ("mpi", "launcher", "name"),
     [
         ("openmpi", "script", "train"),
-        ("openmpi", "shell", "connect"),
+        pytest.param("openmpi", "shell", "connect", marks=pytest.mark.thorough),
         ("openmpi", "paceline run", "connect"),
         ("mpich", "script", "connect"),
         pytest.param("mpich", "paceline run", "connect", marks=pytest.mark.thorough),
@@ -68,18 +70,23 @@ def variables() -> dict[str, str]:
 def test_ranks_of_mpirun_have_the_same_state(
     variables: dict[str, str], tmp_path: Path, mpi: str, launcher: str, name: str
 ) -> None:
-    """mpirun starts the script, a shell that starts it, or one `paceline run` per rank, with two servers."""
+    """mpirun starts the script, a shell that starts it, or one `paceline run` per rank, with two servers.
+
+    MPICH starts new interpreters. Open MPI starts relays to forks, because importing takes seconds.
+    """
     program = tmp_path / "train.py"
     program.write_text(_PROGRAMS[name])
-    command = [sys.executable, str(program)]
+    kind = "torch" if name == "train" else "plain"
+    python = [sys.executable, *([str(RELAY), kind] if mpi == "openmpi" else [])]
+    command = [*python, str(program)]
     if launcher == "shell":
-        command = ["sh", "-c", f"{sys.executable} {program}; exit $?"]
+        command = ["sh", "-c", f"{shlex.join(command)}; exit $?"]
     elif launcher == "paceline run":
         options = ["--strategy", "parameter-server", "--servers", "2"]
-        command = [sys.executable, "-m", "paceline", "run", *options, str(program)]
+        command = [*python, "-m", "paceline", "run", *options, str(program)]
     ended = subprocess.run(
         [*find_mpirun(mpi), "-n", "2", *command],
-        env=variables,
+        env={**variables, RANKS: kind},
         capture_output=True,
         text=True,
         timeout=240,

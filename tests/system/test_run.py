@@ -8,13 +8,12 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.free_ports import free_port, two_free_ports
-from tests.warm.processes import RANKS
+from tests.warm.processes import RANKS, WarmProcess
 
 from .running import MARK, PROMPT_S, Commands, Running, our_processes, wait_until
 from .test_roles import make_certificates
@@ -145,19 +144,21 @@ for i in range(300):
 sys.stderr.buffer.write(b"bar 1\\rbar 2\\rbar 3\\n\\xff\\xfe last")
 sys.stderr.flush()
 """
-    command = [sys.executable, "-m", "paceline", "run", "--nproc-per-node", "2", "--log-dir", "a/logs"]
-    finished = subprocess.run(
-        [*command, script(tmp_path, text)], env=paceline.environment, cwd=tmp_path, capture_output=True, check=True
+    command = ["-m", "paceline", "run", "--nproc-per-node", "2", "--log-dir", "a/logs", script(tmp_path, text)]
+    launcher = WarmProcess(
+        command, env=paceline.environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+    output, errors = launcher.communicate(60.0)
+    assert launcher.returncode == 0, errors
     for rank in ("0", "1"):
-        own = [line for line in finished.stdout.decode().splitlines() if line.startswith(f"[rank {rank}] ")]
+        own = [line for line in output.decode().splitlines() if line.startswith(f"[rank {rank}] ")]
         assert own == [f"[rank {rank}] {rank * 40} line {i}" for i in range(300)]
-        assert f"[rank {rank}] bar 3\n".encode() in finished.stderr
-        assert f"[rank {rank}] ".encode() + b"\xff\xfe last\n" in finished.stderr
+        assert f"[rank {rank}] bar 3\n".encode() in errors
+        assert f"[rank {rank}] ".encode() + b"\xff\xfe last\n" in errors
         logs = tmp_path / "a" / "logs"
         assert (logs / f"rank{rank}.stdout").read_text() == "".join(f"{rank * 40} line {i}\n" for i in range(300))
         assert (logs / f"rank{rank}.stderr").read_bytes() == b"bar 1\rbar 2\rbar 3\n\xff\xfe last"
-    assert finished.stdout.count(b"\n") == 600
+    assert output.count(b"\n") == 600
 
 
 def test_the_traceback_of_the_responsible_rank_is_printed_first_and_last(forking: Commands, tmp_path: Path) -> None:
@@ -330,10 +331,15 @@ def test_other_launchers_start_an_unchanged_script(paceline: Commands, tmp_path:
         "print(f'{group.rank} of {group.size}: {group.all_reduce(np.ones(1))}\\n', end='', flush=True); group.close()\n"
     )
     arguments = ["--standalone", "--nproc-per-node", "2", script(tmp_path, text)]
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *arguments],
+    launcher = WarmProcess(
+        ["-W", "ignore", "-m", "torch.distributed.run", *arguments],
+        kind="torch",
         env={**paceline.environment, "TMPDIR": str(tmp_path)},  # the launcher leaves a folder there
-        cwd=tmp_path, capture_output=True, text=True, timeout=60.0, check=False,
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
-    assert sorted(finished.stdout.splitlines()) == ["0 of 2: [2.]", "1 of 2: [2.]"]
+    try:
+        output, errors = launcher.communicate(60.0)
+    finally:
+        launcher.end()
+    assert launcher.returncode == 0, errors
+    assert sorted(output.splitlines()) == ["0 of 2: [2.]", "1 of 2: [2.]"]

@@ -2,5 +2,5 @@
 
 pytest's first process starts them (``zygote.py``, one with torch, one for workers). They load modules at the first
 request. pytest's workers and their children share them. Tests call ``processes.py``. ``programs.py`` has the forked
-programs, and ``workers.py`` starts pytest's workers.
+programs, ``workers.py`` starts pytest's workers, and ``relay.py`` is a program for launchers of other packages.
 """

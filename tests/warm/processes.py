@@ -28,6 +28,8 @@ Without it ranks are started as new processes.
 """
 PROGRAMS = "tests.warm.programs"
 """The process from which all processes except workers are forked."""
+RELAY = Path(__file__).with_name("relay.py")
+"""The program ``python RELAY KIND PROGRAM ARGUMENT…`` for launchers of other packages."""
 _PATIENCE_S = 300.0
 _TITLE_BYTES = 4096
 _fork_servers: dict[tuple[int, str], ForkServer] = {}

@@ -12,14 +12,17 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.cli import load_commands
+from paceline.launch import supervisor
 from paceline.launch.child import prepare as prepare_roles
 from paceline.launch.fork_server import CHILD, ForkServer
 from paceline.launch.run import processes as run_processes
@@ -30,6 +33,7 @@ from .processes import RANKS, WarmProcess
 
 MARK = "PACELINE_TEST_SESSION"
 _start_afresh = ForkServer.start
+_spawn = supervisor.spawn
 
 
 @functools.cache
@@ -67,6 +71,7 @@ def main() -> NoReturn:
                     stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     if RANKS in os.environ:
         vars(run_processes)["spawn"] = _fork_rank
+        vars(supervisor)["spawn"] = _spawn_or_fork  # for programs that import it later
     try:
         if words[0] == "-m":
             sys.argv = words[1:]
@@ -104,6 +109,13 @@ def _enter(namespace: str) -> None:
 
 def _fork_rank(command: list[str], **options: Any) -> WarmProcess:
     return WarmProcess(command[1:], kind=os.environ[RANKS], **options)
+
+
+def _spawn_or_fork(command: Sequence[str], **options: Any) -> WarmProcess | subprocess.Popen[bytes]:
+    """Fork modules, such as the ``paceline run`` of a host, and spawn other programs."""
+    if [*command[:2]] == [sys.executable, "-m"]:
+        return WarmProcess(command[1:], **options)
+    return _spawn(command, **options)
 
 
 def _show_mark() -> None:

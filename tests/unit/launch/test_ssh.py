@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.warm.processes import RANKS, RELAY, WarmProcess
 
 from paceline.cli import main
 from paceline.errors import UsageError
@@ -34,8 +35,10 @@ with (folder / "calls").open("a") as calls:
     calls.write(" ".join(sys.argv) + "\\n")
 print("Welcome to", host, flush=True)
 replacement = folder / (host + ".sh")
+command = command.replace({python!r} + " -m", {python!r} + " " + {relay!r} + " plain -m")
 os.execv("/bin/sh", ["sh", "-c", replacement.read_text() if replacement.exists() else command])
 """
+"""The program ``ssh``. On a host, it forks Python from a process with loaded modules."""
 _WAIT_S = 120.0
 MODULE = "paceline.launch.engines.ssh_host"
 SCRIPT = """
@@ -64,11 +67,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a script and the fake ``ssh``. The fake runs ``HOST.sh`` instead of the command if it exists."""
     path = tmp_path / "bin" / "ssh"
     path.parent.mkdir()
-    path.write_text(FAKE.format(python=sys.executable, folder=str(tmp_path)))
+    path.write_text(FAKE.format(python=sys.executable, relay=str(RELAY), folder=str(tmp_path)))
     path.chmod(0o755)
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv(RANKS, "plain")
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     monkeypatch.setattr("paceline.cli.raise_on_sigterm", lambda: None)
     return tmp_path
@@ -81,7 +85,13 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(str(end.value.code or 0))
 
 
-@pytest.mark.parametrize("check", ENGINE_CHECKS)
+_SELDOM = ("check_description", "check_status", "check_roles")
+"""Checks whose behaviour other tests of this file or the checks of other engines cover."""
+
+
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, marks=[pytest.mark.thorough] * (check in _SELDOM)) for check in ENGINE_CHECKS]
+)
 def test_engine_conforms(folder: Path, check: str) -> None:
     check_engine(lambda: Ssh(EngineFlags(hosts="a,b")), folder, only=check)
 
@@ -213,7 +223,7 @@ def living(folder: Path, num_ranks: int) -> list[int]:
 def test_no_process_is_left_after_a_signal(folder: Path, number: int, status: int) -> None:
     words = ["-m", "paceline", "run", "--hosts", "a:2", "train.py", "long"]
     variables = {**os.environ, "PACELINE_TOKEN": "the-token-of-this-test"}
-    running = subprocess.Popen([sys.executable, *words], env=variables, stdout=subprocess.PIPE)
+    running = WarmProcess(words, env=variables, cwd=folder, stdout=subprocess.PIPE)
     deadline = time.monotonic() + _WAIT_S
     while not all((folder / f"pid{rank}").exists() and (folder / f"pid{rank}").stat().st_size for rank in (0, 1)):
         assert time.monotonic() < deadline, "the ranks have not started"
@@ -237,12 +247,15 @@ def test_no_process_is_left_after_a_signal(folder: Path, number: int, status: in
         ("exec /nowhere/python", f"no program {sys.executable}"),
         (f"exec {sys.executable} -m paceline_is_missing", "has no Paceline"),
         (replace_program("import paceline.version as v; v.__version__ = '0.0.1'"), "Paceline 0.0.1 is installed"),
-        (replace_program("import os.path as p; p.isdir = lambda path: False"), "no folder"),
+        pytest.param(
+            replace_program("import os.path as p; p.isdir = lambda path: False"), "no folder",
+            marks=pytest.mark.thorough,
+        ),
         (replace_program("import pathlib as p; p.Path.exists = lambda path: False"), "train.py"),
-        (
+        pytest.param(
             replace_program("import paceline.meeting.rendezvous as r, paceline.errors as e\n"
                             "def fail(host): raise e.AddressError(host)\nr.own_host = fail"),
-            "127.0.0.1 of the first host is unknown",
+            "127.0.0.1 of the first host is unknown", marks=pytest.mark.thorough,
         ),
         (
             replace_program("import socket, errno\ndef fail(*words): raise OSError(errno.EHOSTUNREACH, 'No route')\n"
