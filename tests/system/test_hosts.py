@@ -13,6 +13,18 @@ from .ssh_hosts import PROGRAMS, SshHosts, is_possible
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason=f"needs the programs {', '.join(PROGRAMS)}")
 
+_CONNECT = """
+import os
+import numpy as np
+import paceline
+
+rank, size = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
+with paceline.connect(rank=rank, timeout_s=60) as client:
+    table = client.dense_table("net", size=4, update=paceline.SGD(lr=1.0))
+    table.push(np.ones(4, np.float32), tick=True)
+    assert table.pull().tolist() == [-1.0] * 4  # the mean over all ranks
+print(f"rank {rank} of {size} has ended", flush=True)
+"""
 _TRAIN = """
 import torch
 import paceline.torch as pt
@@ -34,21 +46,26 @@ def commands(paceline: Commands, tmp_path_factory: pytest.TempPathFactory) -> It
     """Run commands that find the hosts."""
     variables = {name: paceline.environment[name] for name in (MARK, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
     hosts = SshHosts(tmp_path_factory.mktemp("hosts"), variables)
+    (paceline.folder / "connect.py").write_text(_CONNECT)
     (paceline.folder / "train.py").write_text(_TRAIN)
     environment = {**paceline.environment, "PATH": f"{hosts.bin}:{paceline.environment['PATH']}"}
     yield replace(paceline, environment=environment, afresh=True)
     hosts.close()
 
 
+_SERVERS = ["--strategy", "parameter-server", "--servers", "2"]
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "name"),
     [
-        pytest.param([], marks=pytest.mark.thorough, id="ranks"),
-        pytest.param(["--strategy", "parameter-server", "--servers", "2"], id="servers"),
+        pytest.param([], "train.py", marks=pytest.mark.thorough),
+        pytest.param(_SERVERS, "train.py", marks=pytest.mark.thorough),
+        (_SERVERS, "connect.py"),
     ],
 )
-def test_training_on_two_hosts(commands: Commands, words: list[str]) -> None:
-    finished = commands.start("run", "--hosts", "a:2,b:1", *words, "train.py").wait(300)
+def test_training_on_two_hosts(commands: Commands, words: list[str], name: str) -> None:
+    finished = commands.start("run", "--hosts", "a:2,b:1", *words, name).wait(300)
     assert finished.status == 0, finished
     ended = re.findall(r"^\[(\w)\] \[rank (\d)\] rank \d of 3 has ended", finished.out, re.MULTILINE)
     assert sorted(ended) == [("a", "0"), ("a", "1"), ("b", "2")], finished

@@ -24,6 +24,14 @@ import json, os
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "PACELINE_STRATEGY", "PACELINE_TOKEN")
 print(json.dumps({name: os.environ[name] for name in names}), flush=True)
 """
+_CONNECT = """
+import os, sys, time
+import paceline
+rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+with paceline.connect(rank=int(rank), timeout_s=60):
+    print(f"rank {rank} of {size} begins at 0", flush=True)
+    time.sleep(600 if sys.argv[1:] else 0)
+"""
 _TRAIN = """
 import signal, sys, time
 from pathlib import Path
@@ -73,6 +81,7 @@ def commands(paceline: Commands, slurm: SlurmCluster) -> Iterator[Commands]:
     """Run commands on the cluster. After the test, wait until no job is left."""
     environment = {**paceline.environment, "SLURM_CONF": slurm.variables["SLURM_CONF"], "OMP_NUM_THREADS": "1"}
     (paceline.folder / "place.py").write_text(_SHOW_PLACE)
+    (paceline.folder / "connect.py").write_text(_CONNECT)
     (paceline.folder / "train.py").write_text(_TRAIN)
     yield replace(paceline, environment=environment, afresh=True)
     slurm.wait_empty()
@@ -92,14 +101,16 @@ def test_srun_needs_no_options(commands: Commands) -> None:
     assert len({place["PACELINE_TOKEN"] for place in found}) == 1
 
 
-def test_a_job_with_a_step_of_servers(commands: Commands) -> None:
+@pytest.mark.parametrize("name", ["connect.py", pytest.param("train.py", marks=pytest.mark.thorough)])
+def test_a_job_with_a_step_of_servers(commands: Commands, name: str) -> None:
     words = ["--strategy", "parameter-server", "--servers", "2"]
-    finished = commands.start("run", "--on", "slurm", "--nodes", "2", *words, "train.py").wait(300)
+    finished = commands.start("run", "--on", "slurm", "--nodes", "2", *words, name).wait(300)
     assert finished.status == 0, finished
     assert sorted(re.findall(r"rank \d of \d begins", finished.out)) == [f"rank {n} of 2 begins" for n in (0, 1)]
     assert "job" in finished.err
 
 
+@pytest.mark.thorough
 def test_a_requeued_job_continues_from_its_checkpoint(commands: Commands, slurm: SlurmCluster) -> None:
     words = ["--strategy", "parameter-server", "--nodes", "2", "--requeue", "--time", "60", "train.py", "long"]
     running = commands.start("run", "--on", "slurm", *words)
@@ -118,6 +129,7 @@ def _output(commands: Commands, job: str) -> str:
     return Path(commands.folder, f"train-{job}.out").read_text()
 
 
+@pytest.mark.thorough
 def test_an_elastic_job_continues_without_a_lost_node(commands: Commands, slurm: SlurmCluster, tmp_path: Path) -> None:
     (commands.folder / "elastic.py").write_text(TRAIN)
     words = ["--strategy", "all-reduce", "--min-ranks", "2", "--heartbeat-timeout", "3", "--nodes", "3"]
@@ -135,7 +147,7 @@ def test_an_elastic_job_continues_without_a_lost_node(commands: Commands, slurm:
 
 
 def test_ctrl_c_cancels_the_job_with_its_servers(commands: Commands, slurm: SlurmCluster) -> None:
-    words = ["--strategy", "parameter-server", "--nodes", "2", "--requeue", "train.py", "long"]
+    words = ["--strategy", "parameter-server", "--nodes", "2", "--requeue", "connect.py", "long"]
     running = commands.start("run", "--on", "slurm", *words)
     running.wait_line("begins at 0")
     running.signal(signal.SIGINT)
