@@ -37,7 +37,7 @@ def test_doctor(paceline: Commands) -> None:
 
 
 def test_pushes_and_pulls_of_one_key_are_measured(warm_clusters: None) -> None:
-    results = bench_ps(rows=200_000)
+    results = bench_ps(rows=20_000)
     found = list(itertools.islice(results, 3))
     del results  # this command ends the cluster
     assert {(result.work, result.keys, result.dim) for result in found} == {

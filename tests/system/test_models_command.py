@@ -26,7 +26,7 @@ def test_regression(paceline: Commands, tmp_path: Path) -> None:
     train, evaluation = tmp_path / "train.svm", tmp_path / "eval.svm"
     write_numbers(train, 0, classes=False)
     labels = write_numbers(evaluation, 1, classes=False)
-    common: list[str | Path] = ["train", train, "--model", "regression", "--workers", "1", "--epochs", "20"]
+    common: list[str | Path] = ["train", train, "--model", "regression", "--workers", "1", "--epochs", "8"]
     trained = paceline.succeed(*common, "--batch-size", "16", "--eval", evaluation, "--save", "model", "--json")
     assert trained.json["rmse"] < 0.3
     assert trained.json["train_squared_error"] > 0
@@ -40,7 +40,7 @@ def test_classes(paceline: Commands, tmp_path: Path) -> None:
     train, evaluation = tmp_path / "train.svm", tmp_path / "eval.svm"
     write_numbers(train, 0, classes=True)
     labels = write_numbers(evaluation, 1, classes=True)
-    common: list[str | Path] = ["train", train, "--model", "softmax", "--workers", "2", "--epochs", "10"]
+    common: list[str | Path] = ["train", train, "--model", "softmax", "--workers", "2", "--epochs", "5"]
     trained = paceline.succeed(*common, "--eval", evaluation, "--save", "model", "-q")
     assert "log loss" in trained.out
     predicted = paceline.succeed("predict", "model", evaluation)

@@ -141,7 +141,7 @@ def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path
 def test_a_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
     """Another scheduler replaces the killed scheduler, twice. Each example is counted once per epoch."""
     running = start(
-        paceline, click_log, "--epochs", "25", "--eval", str(click_log[1]), "--json", "--consistency", consistency
+        paceline, click_log, "--epochs", "15", "--eval", str(click_log[1]), "--json", "--consistency", consistency
     )
     (scheduler,) = running.children("scheduler")
     scheduler.kill()
@@ -151,7 +151,7 @@ def test_a_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path], co
     finished = running.wait()
     assert finished.status == 0, finished
     result = parse_json(finished.out)
-    assert result["examples"] == 25 * 12_000
+    assert result["examples"] == 15 * 12_000
     assert (result["lost_workers"], result["eval_examples"]) == (0, 4_000)
     assert [sentence.startswith("paceline: the scheduler died") for sentence in sentences(finished.err)] == [True] * 2
 

@@ -25,14 +25,8 @@ def criteo(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return train, evaluation
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "consistency",
-    [
-        "sequential",
-        *(pytest.param(consistency, marks=pytest.mark.thorough) for consistency in ("bounded:4", "eventual")),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("consistency", ["sequential", "bounded:4", "eventual"])
 def test_criteo(paceline: Commands, criteo: tuple[Path, Path], consistency: str) -> None:
     result = paceline.succeed(
         "train", criteo[0], "--eval", criteo[1], "--servers", "2", "--workers", "2",

@@ -77,7 +77,10 @@ def write_as(format: str, source: Path, folder: Path) -> list[Path]:
             *("libsvm", ["--consistency", "bounded:2", "--stale", "drop:8", "--workers", "2"], 0.6),
             marks=pytest.mark.thorough,
         ),
-        ("csv", ["--consistency", "eventual", "--servers", "2", "--stale", "compensate:0.04"], 0.6),
+        pytest.param(
+            *("csv", ["--consistency", "eventual", "--servers", "2", "--stale", "compensate:0.04"], 0.6),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             *("parquet", ["--consistency", "bounded:4", "--update", "adagrad"], 0.6), marks=pytest.mark.thorough
         ),
@@ -323,6 +326,7 @@ def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) ->
     for workers in (1, 2):
         model = f"model{workers}"
         how = ["--label", "won", "--workers", workers, "--consistency", "sequential", "--save", model, "-q"]
+        how += ["--epochs", "8"]
         paceline.succeed("train", "x.csv", *map(str, how))
         scales.append(Predictor(tmp_path / model).columns)
         assert paceline.succeed("predict", model, "x.csv", "--json").json["auc"] > 0.95
@@ -334,7 +338,7 @@ def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) ->
 def test_training_with_filters(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     """Exact filters do not change the model, other filters change it little, and unknown filters are rejected."""
     arguments: list[str | Path] = [
-        "train", click_log[0], "--eval", click_log[1], "--epochs", "3", "--consistency", "sequential", "--servers", "2",
+        "train", click_log[0], "--eval", click_log[1], "--epochs", "2", "--consistency", "sequential", "--servers", "2",
         "--workers", "1", "--order", "file", "--json", "-q",
     ]  # fmt: skip
     chains = {"plain": "", "exact": "key-caching,compress", "lossy": "key-caching,quantize:8,compress"}
