@@ -74,7 +74,7 @@ def integer_arrays(size: int, num_items: int, dtype: Any) -> list[Array]:
 ALL_REDUCES = ["ring", "recursive-doubling", "halving-doubling", "binomial-tree", "double-binary-tree", "central"]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("num_items", [0, 1, 3, 1000, 100_003])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", ALL_REDUCES)

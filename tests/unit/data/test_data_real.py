@@ -38,7 +38,11 @@ def test_criteo(real_data: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rows", "keys"),
-    [("a9a/a9a", 32_561, 123), ("a9a/a9a.t", 16_281, 122), ("agaricus/agaricus.txt.train", 6_513, 126)],
+    [
+        pytest.param("a9a/a9a", 32_561, 123, marks=pytest.mark.thorough),
+        ("a9a/a9a.t", 16_281, 122),
+        ("agaricus/agaricus.txt.train", 6_513, 126),
+    ],
 )
 def test_libsvm(real_data: Path, name: str, rows: int, keys: int) -> None:
     with open_dataset(real_data / name, shard_bytes=100_000, labels="numbers") as dataset:

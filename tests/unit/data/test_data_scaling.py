@@ -142,6 +142,7 @@ def test_close_numbers_far_from_0(tmp_path: Path) -> None:
     pq.write_table(pa.table(content), tmp_path / "x.parquet")
     named = Columns("y", (), ("time", "near", "x"))
     for how in ("standard", "log", "auto", "none"):
+        expected_columns = sample_data([tmp_path / "x.csv"], columns=named, numeric_scale=how).columns
         found = []
         for name in ("x.csv", "x.parquet", "a.paceline", "b.paceline"):
             path = tmp_path / name
@@ -154,7 +155,7 @@ def test_close_numbers_far_from_0(tmp_path: Path) -> None:
             ).columns
             with open_dataset(path, columns=columns) as dataset:
                 found.append(Batch.concatenate(list(dataset.batches(500))).values)
-            assert columns == sample_data([tmp_path / "x.csv"], columns=named, numeric_scale=how).columns
+            assert columns == expected_columns
         values = np.asarray(found[0]).reshape(-1, 3)
         for other in found[1:]:
             np.testing.assert_array_equal(found[0], other)

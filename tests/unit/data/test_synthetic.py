@@ -58,12 +58,12 @@ def test_the_truth_is_a_logistic_model_over_the_keys_of_the_reader(
 ) -> None:
     small = [shape._replace(vocabulary=min(shape.vocabulary, 500)) for shape in synthetic.CATEGORIES]
     monkeypatch.setattr(synthetic, "CATEGORIES", tuple(small))
-    spec = ClickLogSpec(rows=20_000, seed=3)
+    spec = ClickLogSpec(rows=10_000, seed=3)
     path = tmp_path / "log.tsv"
     truth = write_click_log(path, spec)
     labels, _ = read(path)
     probabilities = true_probabilities(synthetic.ClickModel(spec), path)
-    assert truth.examples == len(labels) == 20_000
+    assert truth.examples == len(labels) == 10_000
     assert truth.clicks == labels.sum()
     assert truth.best_auc == auc(labels, np.round(probabilities, 12))  # rounded: equal logits are equal
     assert truth.best_log_loss == pytest.approx(log_loss(labels, probabilities), rel=1e-6)
@@ -77,11 +77,11 @@ def test_the_truth_is_a_logistic_model_over_the_keys_of_the_reader(
 
 
 def test_two_files_of_one_model(tmp_path: Path) -> None:
-    spec = ClickLogSpec(rows=60_000, eval_rows=30_000)
+    spec = ClickLogSpec(rows=30_000, eval_rows=15_000)
     truth = write_click_log(tmp_path / "train.tsv", spec, eval_path=tmp_path / "eval.tsv")
     (train_labels, train_keys), (labels, keys) = read(tmp_path / "train.tsv"), read(tmp_path / "eval.tsv")
-    assert (len(train_labels), len(labels)) == (60_000, 30_000)
-    assert (truth.examples, truth.clicks) == (30_000, labels.sum())
+    assert (len(train_labels), len(labels)) == (30_000, 15_000)
+    assert (truth.examples, truth.clicks) == (15_000, labels.sum())
     assert 0.76 < truth.best_auc < 0.80
     assert 0.44 < truth.best_log_loss < 0.49
     for clicks in (train_labels, labels):

@@ -45,7 +45,7 @@ def means_of(text: str, size: int, count: int) -> list[GradientMean]:
     return [GradientMean(chain, rank, size, np.zeros(count, np.float32)) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("count", [1, 300, 5000])
 @pytest.mark.parametrize(
     "text",

@@ -20,8 +20,12 @@ ARRAY_CASES = (*kernel_cases.ARRAY_CASES, *rule_cases.ARRAY_CASES, *filter_cases
 _MOST_ITEMS = 200 if numba.config.DISABLE_JIT else 10_000  # type: ignore[attr-defined]
 
 
+_SLOW = "read_numbers 10000 less 1 bytes"
+
+
 def _large_is_thorough(case: ArrayCase) -> Any:
-    return pytest.param(case, id=case.label, marks=[pytest.mark.thorough] * (case.num_items > _MOST_ITEMS))
+    is_thorough = case.num_items > _MOST_ITEMS or case.label == _SLOW
+    return pytest.param(case, id=case.label, marks=[pytest.mark.thorough] * is_thorough)
 
 
 @pytest.mark.parametrize("case", [_large_is_thorough(case) for case in ARRAY_CASES if case.num_items <= 1_000_000])

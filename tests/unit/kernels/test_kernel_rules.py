@@ -212,7 +212,7 @@ def push_by_position(rule: UpdateRule, record: Floats, array: Any, chosen: Any, 
 @pytest.mark.parametrize("name", RULES)
 def test_dense_elements_count_steps_separately(name: str, push: Callable[..., None]) -> None:
     rule, optimizer, settings = RULES[name]
-    size = 11
+    size = 6
     start, grads = np.linspace(-1, 1, size, dtype=np.float32), gradients(size)
     record, array = dense_record(rule, start)
     generator = np.random.default_rng(2)

@@ -164,9 +164,9 @@ def test_clusters_spawn_processes_if_forks_are_not_safe(
 ) -> None:
     monkeypatch.delattr(os, "fork")
     caplog.set_level(logging.DEBUG, local.__name__)
-    with local.local_cluster(servers=2) as cluster:
+    with local.local_cluster() as cluster:
         processes = [psutil.Process(pid) for role in ("scheduler", "server") for pid in cluster.pids(role)]
-        assert [process.ppid() for process in processes] == [os.getpid()] * 3
+        assert [process.ppid() for process in processes] == [os.getpid()] * 2
     assert [record.getMessage() for record in caplog.records] == [
         "cannot fork, processes are spawned: this system does not fork processes safely"
     ]

@@ -101,13 +101,13 @@ def test_every_rule_with_bounds_has_a_setting() -> None:
 def test_no_record_exceeds_the_bounds(rule: UpdateRule, kind: str) -> None:
     random = np.random.default_rng(7)
     part = part_of(rule, kind, Normal(mean=0.5, std=0.1))
-    for number in range(200):
+    for number in range(100):
         scale = 10.0 ** int(random.integers(-25, 4))
-        if number % 100 == 50:  # gradients of the same sign add up
+        if number == 50:  # gradients of the same sign add up
             scale = 1e3
         chosen = np.sort(random.choice(NUM_ROWS, 10, replace=False)).astype(np.uint64)
         grads = np.abs(random.normal(0, scale, 10 * part.dim)).astype(np.float32)
-        grads *= 1.0 if number % 100 < 60 else random.choice([-1.0, 1.0], len(grads)).astype(np.float32)
+        grads *= 1.0 if number < 60 else random.choice([-1.0, 1.0], len(grads)).astype(np.float32)
         assert push(part, Selection(chosen), grads), (number, bounds_of(part))
         if number % 20 == 0:
             assert_bounded(part)
@@ -118,7 +118,7 @@ def test_no_record_exceeds_the_bounds(rule: UpdateRule, kind: str) -> None:
 def test_bounds_stay_low_through_long_training(rule: UpdateRule) -> None:
     magnitudes = part_of(rule, "sparse").magnitudes
     decays = isinstance(rule, Momentum) and rule.weight_decay  # the bounds ignore its effect on velocity
-    for number in range(3_000 if decays else 100_000):
+    for number in range(3_000 if decays else 20_000):
         assert magnitudes.take(1.0 + number % 7), number
 
 

@@ -84,7 +84,7 @@ GIVEN: dict[str, Any] = {"factor_lr": 0.1, "factor_l2": 0.5, "factor_min_count":
 @pytest.mark.parametrize(
     "estimator",
     [
-        LogisticRegression(epochs=8),
+        LogisticRegression(epochs=4),
         pytest.param(FactorizationMachine(**GIVEN, epochs=4, l1=0.0), marks=pytest.mark.thorough),
         pytest.param(LinearRegression(epochs=8), marks=pytest.mark.thorough),
         pytest.param(PoissonRegressor(epochs=8), marks=pytest.mark.thorough),
@@ -102,10 +102,10 @@ def test_an_estimator_passes_the_checks_of_scikit_learn(estimator: Any) -> None:
 
 def test_sparse_and_dense_examples_give_the_same_model() -> None:
     X, y = examples(800)
-    model = LogisticRegression(l1=0.1, random_state=1).fit(X, y)
+    model = LogisticRegression(l1=0.1, random_state=1, epochs=8).fit(X, y)
     assert model.classes_.tolist() == ["no", "yes"]
     assert roc_auc_score(y, model.predict_proba(X)[:, 1]) > 0.8
-    dense = LogisticRegression(l1=0.1, random_state=1).fit(X.toarray(), y)
+    dense = LogisticRegression(l1=0.1, random_state=1, epochs=8).fit(X.toarray(), y)
     np.testing.assert_array_equal(dense.decision_function(X), model.decision_function(X))
     np.testing.assert_allclose(X @ model.coef_[0] + model.intercept_, model.decision_function(X), atol=1e-5)
     np.testing.assert_array_equal(model.predict(X) == "yes", model.decision_function(X) > 0)
@@ -194,7 +194,8 @@ def test_weights_of_examples() -> None:
 
 def test_searching_parameters() -> None:
     X, y = examples(600)
-    search = GridSearchCV(LogisticRegression(random_state=1), {"l1": [0.1, 1000.0]}, scoring="roc_auc", cv=3).fit(X, y)
+    model = LogisticRegression(random_state=1, epochs=4)
+    search = GridSearchCV(model, {"l1": [0.1, 1000.0]}, scoring="roc_auc", cv=3).fit(X, y)
     assert search.best_params_ == {"l1": 0.1}
 
 

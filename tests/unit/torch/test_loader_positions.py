@@ -105,7 +105,7 @@ def test_a_stream_continues_at_the_next_batch(num_workers: int) -> None:
     for loader in first:
         _received(loader, 3)
     state = first[0].state_dict()
-    for size in (1, 2, 3):
+    for size in (3,) if num_workers else (1, 2, 3):
         shares = []
         for rank in range(size):
             loader = _prepared(make, rank, size)

@@ -29,12 +29,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SLOW = {"deepfm": {**FACTORS, **TOWER}, "dcn": {**FACTORS, **TOWER, "cross_layers": 1}}
 LINEAR = ("lr", "regression", "poisson", "softmax")
 THOROUGH = pytest.mark.thorough
-FEW = ("lr", "l1", "factor_lr")
+FEW = ("l1", "factor_lr")
 ALONE = [
     *(("lr", name, []) for name in [*COMMON, "min_count"]),
     *(pytest.param(family, name, [], marks=[THOROUGH] * (name not in FEW)) for family in LINEAR[1:] for name in COMMON),
     *(
-        pytest.param(family, name, ["--tune"], marks=[THOROUGH] * (name not in FEW))
+        pytest.param(family, name, ["--tune"], marks=[THOROUGH] * (name not in FEW or family not in ("lr", "softmax")))
         for family in LINEAR
         for name in COMMON
     ),
@@ -126,7 +126,7 @@ def test_settings_outside_of_the_update_rule(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        (kind, name)
+        pytest.param(kind, name, marks=[THOROUGH] * (kind is not LogisticRegression and name not in FEW))
         for kind in (LogisticRegression, LinearRegression, PoissonRegressor, FactorizationMachine)
         for name in {**COMMON, **(FACTORS if kind is FactorizationMachine else {})}
     ],

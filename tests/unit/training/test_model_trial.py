@@ -72,7 +72,9 @@ def test_a_trial_on_a_part_of_the_data_keeps_the_usual_settings() -> None:
     assert found.passes == LINEAR.passes
 
 
-@pytest.mark.parametrize("kind", [LeastSquares, PoissonRegression, SoftmaxRegression])
+@pytest.mark.parametrize(
+    "kind", [LeastSquares, pytest.param(PoissonRegression, marks=pytest.mark.thorough), SoftmaxRegression]
+)
 def test_rule_and_passes_of_linear_models(kind: type[LeastSquares | PoissonRegression | SoftmaxRegression]) -> None:
     """A rate that is a hundred times too small is rejected.
 

@@ -243,12 +243,12 @@ def test_small_gains_on_few_examples_are_ignored() -> None:
 
 
 def test_few_examples_are_learned_better_with_an_l2_penalty() -> None:
-    """Compare the mean losses of ten models on new examples. Each model is trained on 400 examples."""
+    """Compare the mean losses of five models on new examples. Each model is trained on 400 examples."""
     means = []
     for penalties in ((0.0,), suggested_l2(make_sample(400))):
         rules = [FTRL(alpha=rate / 5**0.5, l1=1.0, l2=l2) for rate in (0.35, 0.7) for l2 in penalties]
         losses = []
-        for seed in range(10):
+        for seed in range(5):
             batch = make_sample(3400, num_keys=100, noise=1.0, seed=seed).batch
             split = (np.arange(400), np.arange(400, 3400))
             sample = ExampleSample(batch.take(split[0]), np.zeros(1, np.int64), 400, True)

@@ -15,7 +15,7 @@ EVERY = [
     for collective, algorithms in ALGORITHMS.items()
     for name, algorithm in algorithms.items()
 ]
-SIZES = [range(1, 17), range(17, 33), *(pytest.param(range(n, n + 16), marks=pytest.mark.thorough) for n in (33, 49))]
+SIZES = [range(1, 17), *(pytest.param(range(n, n + 16), marks=pytest.mark.thorough) for n in (17, 33, 49))]
 
 
 def options_of(algorithm: Algorithm, size: int) -> Iterator[dict[str, Any]]:

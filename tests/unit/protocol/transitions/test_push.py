@@ -193,7 +193,7 @@ def test_a_server_follows_the_table() -> None:
     rare(Run(random, watch, min_replicas=2))
     half_again(Run(random, watch, min_replicas=1))
     for number in range(2000):
-        if number >= 250 and watch.has_seen_all:
+        if number >= 80 and watch.has_seen_all:
             break
         run = Run(random, watch, min_replicas=random.choice((0, 0, 1, 2)))
         for _ in range(150):

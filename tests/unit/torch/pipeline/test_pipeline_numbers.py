@@ -57,8 +57,17 @@ NUMBERS: dict[str, tuple[Callable[[Tensor, Any], Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("exports", [False, True])
-@pytest.mark.parametrize("name", NUMBERS)
+_OFTEN_EXPORTED = ("mean", "by class", "shifted", "masked")
+
+
+@pytest.mark.parametrize(
+    ("name", "exports"),
+    [
+        pytest.param(name, exports, marks=[pytest.mark.thorough] * (exports and name not in _OFTEN_EXPORTED))
+        for name in NUMBERS
+        for exports in (False, True)
+    ],
+)
 def test_numbers_of_microbatches_add_up_to_the_number_of_the_batch(name: str, exports: bool) -> None:
     number, y = NUMBERS[name]
     model = Scored(number, exports=exports)
