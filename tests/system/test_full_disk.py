@@ -57,12 +57,12 @@ def test_a_full_disk_and_a_read_only_disk(paceline: Commands, click_log: tuple[P
     snapshots, model = disk.folder / "snapshots", disk.folder / "model"
 
     def train(*arguments: str | Path) -> tuple[Finished, list[str]]:
-        common = ("train", click_log[0], "-q", "--workers", "1", "--batch-size", "128", "--json")
+        common = ("train", click_log[0], "-q", "--workers", "1", "--batch-size", "32", "--json")
         every = ("--snapshot-every", "20000", "--snapshot-dir", snapshots)
         finished = paceline.start(*common, *every, *arguments, within=disk.within).wait()
         return finished, finished.err.splitlines()
 
-    finished, (*pass_lines, last) = train("--epochs", "5", "--save", model)
+    finished, (*pass_lines, last) = train("--epochs", "14", "--save", model)
     assert finished.status == 1
     assert last == f"paceline: no space left to save the model in {model}. An existing model in it is unchanged"
     assert pass_lines
@@ -75,8 +75,8 @@ def test_a_full_disk_and_a_read_only_disk(paceline: Commands, click_log: tuple[P
     assert read_newest(disk.seen / "snapshots").manifest.number == 1
 
     subprocess.run(["nsenter", f"--mount={disk.within}", "mount", "-o", "remount,ro", disk.folder], check=True)
-    finished, (resumed, *pass_lines) = train("--epochs", "6", "--resume", snapshots)
-    assert finished.json["examples"] == 72_000
+    finished, (resumed, *pass_lines) = train("--epochs", "16", "--resume", snapshots)
+    assert finished.json["examples"] == 192_000
     assert resumed.startswith(f"paceline: resuming from {snapshots}/snapshot-000001: ")
     assert pass_lines
     for number, line in enumerate(pass_lines, 2):
