@@ -201,8 +201,9 @@ def our_processes(mark: str) -> list[psutil.Process]:
 
 
 def _has_mark(pid: int, mark: str) -> bool:
-    if sys.platform == "linux":  # psutil would need five times as long, and tests wait for the end of processes
-        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    variables = Path(f"/proc/{pid}/environ")
+    if variables.exists():  # psutil would need five times as long, and tests wait for the end of processes
+        return f"{MARK}={mark}".encode() in variables.read_bytes()
     return psutil.Process(pid).environ().get(MARK) == mark
 
 
