@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.collectives import Group
 from paceline.collectives.schedules import ALGORITHMS
 from paceline.testing import COLLECTIVE_CHECKS, check_collectives, nothing_left, run_ranks
 
@@ -55,6 +56,21 @@ _SELDOM = (
     "direct, 3 ranks",
     "ring, 2 ranks",
 )
+_SELDOM_TOGETHER = [
+    ("ring, 3 ranks", check)
+    for check in (
+        "check_all_reduce_dtypes",
+        "check_all_reduce_large",
+        "check_not_finite",
+        "check_layouts",
+        "check_dropped_tickets",
+        "check_async_does_not_wait",
+        "check_union",
+        "check_wrong_use",
+        "check_explain",
+    )
+]
+"""Checks of code that all engines share."""
 _CHECKS_OF = {
     "all_reduce": ("check_all_reduce_sizes", "check_layouts"),
     "reduce": ("check_reduce",),
@@ -65,7 +81,6 @@ _CHECKS_OF = {
     "scatter": ("check_scatter",),
     "all_to_all": ("check_all_to_all",),
 }
-_OF_EVERY_OPERATION = ("check_programs", "check_explain")
 
 
 def _checks(options: dict[str, Any]) -> Iterator[str]:
@@ -75,7 +90,6 @@ def _checks(options: dict[str, Any]) -> Iterator[str]:
     for operation, checks in _CHECKS_OF.items():
         if not is_schedule or algorithm in ALGORITHMS[operation]:
             yield from checks
-    yield from _OF_EVERY_OPERATION
 
 
 @pytest.fixture(autouse=True)
@@ -84,16 +98,30 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("check", COLLECTIVE_CHECKS)
 @pytest.mark.parametrize(
-    "options",
+    ("options", "check"),
     [
-        pytest.param(options, marks=[pytest.mark.thorough] * (name in _SELDOM), id=name)
+        pytest.param(
+            *(options, check),
+            marks=[pytest.mark.thorough] * (name in _SELDOM or (name, check) in _SELDOM_TOGETHER),
+            id=f"{name}-{check}",
+        )
         for name, options in _WHOLE.items()
+        for check in COLLECTIVE_CHECKS
     ],
 )
 def test_every_check_passes(options: dict[str, Any], check: str) -> None:
     check_collectives(lambda function: run_ranks(function=function, **options), only=check)
+
+
+def run_on_one_group(options: dict[str, Any], *checks: str) -> None:
+    """Run several checks on a group. Its ranks measure their links only once."""
+
+    def run(group: Group) -> None:
+        for check in checks:
+            COLLECTIVE_CHECKS[check](group)
+
+    run_ranks(function=run, **options)
 
 
 @pytest.mark.parametrize(
@@ -101,5 +129,10 @@ def test_every_check_passes(options: dict[str, Any], check: str) -> None:
     [pytest.param(_PARTLY[name], marks=[pytest.mark.thorough] * (name in _SELDOM), id=name) for name in _PARTLY],
 )
 def test_every_operation_passes_with_every_algorithm(options: dict[str, Any]) -> None:
-    for check in _checks(options):
-        check_collectives(lambda function: run_ranks(function=function, **options), only=check)
+    run_on_one_group(options, *_checks(options))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [pytest.param(_PARTLY[name], id=name) for name in _PARTLY])
+def test_programs_pass_with_every_algorithm(options: dict[str, Any]) -> None:
+    run_on_one_group(options, "check_programs", "check_explain")

@@ -32,7 +32,10 @@ _ENGINES = {
     "hosts": {"size": 4, "hosts": [0, 0, 1, 1]},
     "layered": {"size": 4, "hosts": [0, 0, 1, 1], "algorithm": "hierarchical"},
 }
-engines = pytest.mark.parametrize("options", _ENGINES.values(), ids=_ENGINES)
+engines = pytest.mark.parametrize(
+    "options",
+    [pytest.param(_ENGINES[name], marks=[pytest.mark.thorough] * (name == "hosts"), id=name) for name in _ENGINES],
+)
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,15 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("check", ["check_programs", "check_send_receive", "check_subgroups", "check_threads"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_programs",
+        "check_send_receive",
+        pytest.param("check_subgroups", marks=pytest.mark.thorough),
+        pytest.param("check_threads", marks=pytest.mark.thorough),
+    ],
+)
 def test_the_checks_pass_with_tls(certificates: dict[str, TLS], check: str) -> None:
     run_ranks(3, COLLECTIVE_CHECKS[check], hosts=[0, 0, 1], tls=certificates["ours"])
 
