@@ -42,7 +42,7 @@ def faulty(cluster: Cluster, *faults: Fault, rank: int = 0) -> tuple[Client, Fau
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", [0, 1, 7, 19])
+@pytest.mark.parametrize("step", [0, pytest.param(1, marks=pytest.mark.thorough), 7, 19])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_cut_among_pipelined_pushes(servers: int, step: int, when: Literal["before", "after"]) -> None:
     with Cluster(servers=servers) as cluster:
@@ -66,7 +66,11 @@ def test_a_cut_among_pipelined_pushes(servers: int, step: int, when: Literal["be
     ],
     ids=["cut before", "cut after", "delay"],
 )
-@pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=0), Eventual()], ids=str)
+@pytest.mark.parametrize(
+    "consistency",
+    [Sequential(), pytest.param(BoundedDelay(tau=0), marks=pytest.mark.thorough), Eventual()],
+    ids=str,
+)
 def test_every_kind_of_request(kind: int, fault: dict[str, object], consistency: Consistency) -> None:
     with Cluster(servers=2, workers=1, consistency=consistency) as cluster:
         client, plan = faulty(cluster, Fault(rank=0, step=3, kind=kind, **fault))  # type: ignore[arg-type]

@@ -61,8 +61,16 @@ def names(filters: Sequence[Filter]) -> str:
     return str(FilterChain(filters))
 
 
-@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(
+    ("servers", "consistency"),
+    [
+        (1, Eventual()),
+        pytest.param(1, Sequential(), marks=pytest.mark.thorough),
+        pytest.param(3, Eventual(), marks=pytest.mark.thorough),
+        (3, Sequential()),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("filters", CHAINS, ids=names)
 def test_pushes_and_pulls(filters: list[Filter], servers: int, consistency: Consistency) -> None:
     """Use gradients that the filters of values do not change."""
@@ -146,7 +154,7 @@ def test_replies_may_have_separate_filters() -> None:
         assert exact.filters is None
 
 
-@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.thorough), 3])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_a_cut_connection_resends_values(when: Any, step: int, replicas: int) -> None:
@@ -437,7 +445,7 @@ def test_forbidden_messages_of_a_peer() -> None:
         assert {PUSH, TICK} < set(cluster.nodes[0].server._handlers)
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("replicas", [pytest.param(0, marks=pytest.mark.thorough), 1])
 @pytest.mark.parametrize(
     "filters",
     [[Float16()], [Quantize(8), Compress()], [KeyCaching(), BFloat16()], [KeyNumbers(), Quantize(2)]],

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -262,7 +263,7 @@ def test_a_failing_save_leaves_the_old_model_complete(
     write, replace = os.write, os.replace
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
-        for step in range(5):
+        for step in range(5) if failure is NO_SPACE else (0, 3, 4):
             root = tmp_path / str(step)
             root.mkdir()
             folder = root / "a" / "model"
@@ -287,14 +288,20 @@ def test_a_failing_save_leaves_the_old_model_complete(
             assert loaded(folder) == {2.0}
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "model"
     with Cluster() as cluster:
         client = cluster.connect()
         one_table(client, 1)
         client.save(folder)
     return folder
+
+
+@pytest.fixture
+def model(saved: Path, tmp_path: Path) -> Path:
+    """A model of one table in a single file."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
 def refused(folder: Path, message: str) -> None:
