@@ -19,9 +19,12 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 demo: .venv/.demo
 	$(BIN)/python examples/demo.py
 
+# Tests that only read the source code: `make check` runs these.
+OF_SOURCES := tests/unit/test_plain_words.py tests/unit/test_structure.py
+
 test: .venv/.dev
 	-$(BIN)/python -m compileall -q src simulator tests  # or each of a thousand processes would, where no bytecode may be written
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal $(addprefix --ignore=,$(OF_SOURCES))
 
 docs: .venv/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
@@ -41,7 +44,7 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q --noconftest -p no:cacheprovider tests/unit/test_plain_words.py
+	$(BIN)/python -m pytest -q --noconftest -p no:cacheprovider $(OF_SOURCES)
 
 torture: .venv/.dev
 	$(BIN)/python -m simulator --seeds $(SEEDS)

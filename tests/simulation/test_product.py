@@ -16,7 +16,7 @@ from simulator.oracle import Violation
 from simulator.product import KINDS, ProductCluster
 from simulator.product.truth import Truth
 
-SEEDS = range(34, 38)
+SEEDS = range(34, 36)
 DEFECT_SEEDS = (2, 11, *range(200))  # the first seeds find the defects below
 
 
@@ -25,14 +25,14 @@ def test_no_guarantee_is_violated() -> None:
     assert [f"seed {outcome.seed}: {outcome.violation}" for outcome in outcomes if outcome.violation] == []
     fired = sum((outcome.fired for outcome in outcomes), Counter[str]())
     assert len(fired) > len(KINDS) // 2
-    assert sum(outcome.num_reads for outcome in outcomes) > 50
-    assert sum(outcome.num_compared for outcome in outcomes) > 1_500
+    assert sum(outcome.num_reads for outcome in outcomes) > 25
+    assert sum(outcome.num_compared for outcome in outcomes) > 750
 
 
 def test_a_seed_gives_the_same_run_every_time() -> None:
     for seed in (3,):
         lines: list[list[str]] = [[], []]
-        outcomes = [ProductCluster(seed, num_faults=6, trace=lines[run].append).run() for run in (0, 1)]
+        outcomes = [ProductCluster(seed, num_faults=3, trace=lines[run].append).run() for run in (0, 1)]
         assert lines[0] == lines[1]
         assert outcomes[0] == outcomes[1]
         assert len(lines[0]) > 1000

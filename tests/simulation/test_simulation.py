@@ -20,7 +20,7 @@ from paceline.protocol.reachability import Reachability
 from simulator import FOLLOWING, KINDS, ProtocolCluster, RunSettings
 from simulator.__main__ import main
 
-SEEDS = range(30)  # `make torture` runs thousands
+SEEDS = range(15)  # `make torture` runs thousands
 DEFECT_SEEDS = 200
 
 
@@ -33,9 +33,9 @@ def test_public_names() -> None:
 def test_no_guarantee_is_violated() -> None:
     outcomes = [ProtocolCluster(seed).run() for seed in SEEDS]
     assert [f"seed {outcome.seed}: {outcome.violation}" for outcome in outcomes if outcome.violation] == []
-    assert sum(outcome.num_reads for outcome in outcomes) > 500
+    assert sum(outcome.num_reads for outcome in outcomes) > 250
     fired = sum((outcome.fired for outcome in outcomes), Counter[str]())
-    assert sum(fired[kind] for kind in (*KINDS, *FOLLOWING)) > 150
+    assert sum(fired[kind] for kind in (*KINDS, *FOLLOWING)) > 75
 
 
 def test_many_faults_at_once() -> None:
@@ -51,7 +51,7 @@ def test_many_faults_at_once() -> None:
 
 def test_with_min_replicas_and_enough_servers_all_work_continues() -> None:
     """These seeds have found a deadlock: a fill and an iteration waited for each other."""
-    for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501, *range(5)):
+    for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501):
         settings = RunSettings.draw(Random(seed))
         if settings.replicas:
             violation = ProtocolCluster(seed, settings=replace(settings, min_replicas=1)).run().violation
@@ -101,7 +101,7 @@ def test_each_kind_of_fault_alone_violates_no_guarantee(kind: str) -> None:
         outcome = ProtocolCluster(seed, faults=(kind,)).run()
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
         num_fired += outcome.fired[kind]
-        if num_fired > 2:
+        if num_fired > 0:
             return
     assert num_fired > 0
 
@@ -118,7 +118,7 @@ def test_a_cut_cable_stops_progress_unless_one_server_is_expelled(monkeypatch: p
 
 def test_a_restarted_scheduler_recovers_a_death() -> None:
     num_restarts = 0
-    for seed in range(10):
+    for seed in range(5):
         lines: list[str] = []
         faults = ("crash-scheduler", "join-worker", "crash-worker")
         outcome = ProtocolCluster(seed, faults=faults, num_faults=24, trace=lines.append).run()
@@ -127,11 +127,11 @@ def test_a_restarted_scheduler_recovers_a_death() -> None:
         last = [incarnation for *_, incarnation in sorted(tuple(map(int, view)) for view in views)]
         assert last == sorted(last) != []
         num_restarts += outcome.fired["crash-scheduler"]
-    assert num_restarts > 10
+    assert num_restarts > 5
 
 
 def test_without_faults_no_message_is_resent() -> None:
-    for seed in range(20):
+    for seed in range(8):
         outcome = ProtocolCluster(seed, faults=()).run()
         assert outcome.violation is None
         assert outcome.fired["resend"] == outcome.fired["duplicate"] == outcome.fired["dead"] == 0
@@ -145,7 +145,7 @@ def test_a_broken_rule_is_found(promise: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_buckets_are_lost_if_all_servers_of_a_chain_fail() -> None:
-    outcomes = [ProtocolCluster(seed, allow_loss=True).run() for seed in range(16)]
+    outcomes = [ProtocolCluster(seed, allow_loss=True).run() for seed in range(8)]
     assert [outcome.violation for outcome in outcomes if outcome.violation] == []
     assert any(outcome.lost for outcome in outcomes)
 
@@ -219,7 +219,7 @@ def join_and_leave(seed: int) -> str | None:
 
 
 def test_servers_join_and_leave_with_sequential_consistency_and_no_replicas() -> None:
-    assert [(seed, found) for seed in range(20) if (found := join_and_leave(seed))] == []
+    assert [(seed, found) for seed in range(8) if (found := join_and_leave(seed))] == []
 
 
 def test_a_fill_reported_before_workers_retain_pushes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
