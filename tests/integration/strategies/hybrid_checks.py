@@ -21,7 +21,7 @@ from paceline.torch.strategies.hybrid import Hybrid
 from paceline.torch.strategies.one_device import OneDevice
 
 _ROWS = 6
-_STEPS = 10
+_STEPS = 5
 
 
 class _Clicks(nn.Module):

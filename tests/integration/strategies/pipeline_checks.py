@@ -273,9 +273,12 @@ def check_a_meta_model_is_initialized_like_in_other_strategies(rank: int, size: 
                 assert torch.equal(value, other[name]), name
 
 
-def check_reading_loops(rank: int, size: int) -> None:
-    for schedule, split in (("1f1b", ["blocks.2"]), ("zbv", None)):
-        expect_equal(reading_loop, batches_of([6] * 3), schedule=schedule, microbatches=3, split=split)
+def check_a_reading_loop(rank: int, size: int) -> None:
+    expect_equal(reading_loop, batches_of([6] * 3), schedule="1f1b", microbatches=3, split=["blocks.2"])
+
+
+def thorough_a_reading_loop_of_four_stages(rank: int, size: int) -> None:
+    expect_equal(reading_loop, batches_of([6] * 3), schedule="zbv", microbatches=3)
 
 
 def expect_equal_steps(
@@ -343,7 +346,24 @@ def check_ignored_targets(rank: int, size: int, schedule: str = "1f1b", evaluate
     expect_equal_steps(LossWithin, step, schedule, evaluates=evaluates)
 
 
+def refuse_gradients(request: Callable[[Any, Tensor], Any]) -> None:
+    meet_again()
+    with Pipeline(stages=2, microbatches=2) as strategy:
+        model = strategy.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+        with pytest.raises(UsageError, match=r"does not support torch\.autograd\.grad"):
+            request(model, model(torch.ones(8, 4)).square().mean())
+
+
 def check_absent_gradients_of_stages(rank: int, size: int) -> None:
+    refuse_gradients(lambda model, loss: torch.autograd.backward(loss, inputs=list(model.parameters())))
+
+
+def thorough_absent_gradients_of_stages(rank: int, size: int) -> None:
+    refuse_gradients(lambda model, loss: torch.autograd.grad(loss, list(model.parameters()), create_graph=True))
+    refuse_gradients(lambda model, loss: torch.autograd.backward(loss, create_graph=True))
+
+
+def check_an_unknown_output_class(rank: int, size: int) -> None:
     class Result:
         def __init__(self, value: Tensor) -> None:
             self.value = value
@@ -352,24 +372,11 @@ def check_absent_gradients_of_stages(rank: int, size: int) -> None:
         def forward(self, x: Tensor) -> Any:
             return Result(super().forward(x))
 
-    x = torch.randn(8, 4)
-    requests: list[Callable[[Any, Tensor], Any]] = [
-        lambda model, loss: torch.autograd.grad(loss, list(model.parameters()), create_graph=True),
-        lambda model, loss: torch.autograd.backward(loss, inputs=list(model.parameters())),
-        lambda model, loss: torch.autograd.backward(loss, create_graph=True),
-    ]
-    for number, request in enumerate(requests):
-        meet_again()
-        with Pipeline(stages=2, microbatches=2) as strategy:
-            model = strategy.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
-            with pytest.raises(UsageError, match=r"does not support torch\.autograd\.grad"):
-                request(model, model(x).square().mean())
-        assert number < 3
     meet_again()
     with Pipeline(stages=2, microbatches=2) as strategy:
         model = strategy.prepare(Wrapped(nn.Linear(4, 4), nn.Linear(4, 1)))
         with pytest.raises(UsageError, match="returns an object of the class Result"):
-            model(x)
+            model(torch.ones(8, 4))
 
 
 def check_a_custom_output_class(rank: int, size: int, schedule: str = "interleaved", evaluates: bool = False) -> None:
@@ -386,7 +393,7 @@ def check_a_custom_output_class(rank: int, size: int, schedule: str = "interleav
     expect_equal_steps(Labelled, step, schedule, evaluates=evaluates)
 
 
-def check_a_model_with_states(rank: int, size: int, schedule: str = "interleaved") -> None:
+def thorough_a_model_with_states(rank: int, size: int, schedule: str = "interleaved") -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, y),) = batches_of([rows])
         logits, states = model(x)
@@ -410,7 +417,7 @@ def thorough_models_in_the_other_schedule(rank: int, size: int) -> None:
     check_a_model_with_a_loss(rank, size, "1f1b", evaluates=True)
     check_ignored_targets(rank, size, "interleaved", evaluates=True)
     check_a_custom_output_class(rank, size, "1f1b", evaluates=True)
-    check_a_model_with_states(rank, size, "1f1b")
+    thorough_a_model_with_states(rank, size, "1f1b")
 
 
 def check_two_pipelines_side_by_side(rank: int, size: int) -> None:
@@ -464,41 +471,45 @@ class Deciding(nn.Module):
         return self.first(x) if x.sum() > 0 else self.second(x)
 
 
+def refuse(message: str, use: Callable[[Any], Any], model: nn.Module | None = None, **options: Any) -> None:
+    meet_again()
+    with Pipeline(**{"stages": 2, "schedule": "gpipe", "microbatches": 2, **options}) as strategy:
+        prepared = strategy.prepare(Net() if model is None else model)
+        with pytest.raises((UsageError, StageError), match=message):
+            use(prepared)
+
+
 def check_errors_on_every_rank(rank: int, size: int) -> None:
     x, y = batches_of([8])[0]
-
-    def refused(message: str, use: Callable[[Any], Any], model: nn.Module | None = None, **options: Any) -> None:
-        meet_again()
-        with Pipeline(**{"stages": 2, "schedule": "gpipe", "microbatches": 2, **options}) as strategy:
-            prepared = strategy.prepare(Net() if model is None else model)
-            with pytest.raises((UsageError, StageError), match=message):
-                use(prepared)
-
-    refused(
+    refuse(
         "2 stages were requested, and the model has no more than 1 layers", lambda net: net(x.float()), nn.Linear(3, 3)
     )
-    refused(
+    refuse("the model has no module of this name", lambda net: net(x), split=["blocks.9"])
+    refuse("Pass the same batches to every process", lambda net: net(x[: 4 + rank]))
+    refuse(r"rows of x \[8, \d+\] depends on other rows.*batch_first=True", lambda net: net(x), Recurrent())
+    refuse("Let every process do the same", lambda net: word_loss(net(x), y).backward() if rank else [net(x), net(x)])
+
+
+def thorough_further_errors_on_every_rank(rank: int, size: int) -> None:
+    x, _ = batches_of([8])[0]
+    refuse(
         r"no more than 1 layers .*; 0 \(Deciding, .*pipeline_checks.py:\d+\) stays whole: .*torch.export: ",
         lambda net: net(x.float()),
         nn.Sequential(Deciding()),
     )
-    refused("the model has no module of this name", lambda net: net(x), split=["blocks.9"])
-    refused("Pass the same batches to every process", lambda net: net(x[: 4 + rank]))
-    refused("the model was called with an empty batch", lambda net: net(x[:0]))
-    refused(
+    refuse("the model was called with an empty batch", lambda net: net(x[:0]))
+    refuse(
         r"layer bags failed.*offsets\[-1\].*parts of text \[8\] along the first dimension.*the whole of offsets \[3\]",
         lambda net: net(torch.arange(8), torch.tensor([0, 2, 7])),
         Bags(),
     )
-    refused(r"rows of x \[8, \d+\] depends on other rows.*batch_first=True", lambda net: net(x), Recurrent())
-    refused(
+    refuse(
         r"shape \(3, 8, 4\) for 4 examples.*must be the batch.*batch_first=True",
         lambda net: net(torch.randn(8, 8, 4), torch.randn(3, 8, 4)),
         Shifting(),
     )
-    refused(r"copy.deepcopy\(\) does not support a model whose layers", copy.deepcopy)
-    refused("layout sparse_coo.* 8 rows", lambda net: net(torch.eye(8).to_sparse()))
-    refused("Let every process do the same", lambda net: word_loss(net(x), y).backward() if rank else [net(x), net(x)])
+    refuse(r"copy.deepcopy\(\) does not support a model whose layers", copy.deepcopy)
+    refuse("layout sparse_coo.* 8 rows", lambda net: net(torch.eye(8).to_sparse()))
 
 
 def last_a_raising_stage(rank: int, size: int) -> None:

@@ -175,7 +175,7 @@ def expect_equal(loop: Loop, num: int, kind: str = "sgd", **options: Any) -> Non
 
 
 def check_steps_equal_one_process(rank: int, size: int) -> None:
-    expect_equal(plain_loop, 5, "adam", units=["blocks.*"])
+    expect_equal(plain_loop, 3, "adam", units=["blocks.*"])
 
 
 def thorough_fifty_steps_equal_one_process(rank: int, size: int) -> None:
@@ -290,7 +290,7 @@ def _on_mesh(names: tuple[str, str], spread: Callable[[nn.Module, Any], None], s
         dist.destroy_process_group()
 
 
-def check_a_mesh_of_data_and_shards(rank: int, size: int) -> None:
+def thorough_a_mesh_of_data_and_shards(rank: int, size: int) -> None:
     def spread(model: nn.Module, mesh: Any) -> None:
         for block in model.children():
             fully_shard(block, mesh=mesh)

@@ -27,7 +27,7 @@ from paceline.protocol import Sequential
 from paceline.torch import strategy
 
 SIZE = 2
-STEPS = 20
+STEPS = 10
 ROWS = 6
 PATIENCE_S = 180
 ONE_PROCESS: list[tuple[str, dict[str, Any]]] = [

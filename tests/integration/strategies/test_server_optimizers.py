@@ -26,7 +26,7 @@ from paceline.torch.strategies.ranks import Ranks  # noqa: E402
 from paceline.torch.strategies.server import parameter_server  # noqa: E402
 from paceline.torch.strategies.server.parameter_server import ParameterServer  # noqa: E402
 
-STEPS = 20
+STEPS = 10
 INPUTS = torch.randn(STEPS, 2, 4, 6, generator=torch.Generator().manual_seed(3))
 TARGETS = INPUTS.sum(-1, keepdim=True).sin()
 
