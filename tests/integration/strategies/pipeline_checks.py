@@ -330,7 +330,7 @@ def check_a_model_with_a_loss(rank: int, size: int, schedule: str = "interleaved
     expect_equal_steps(LossWithin, step, schedule, evaluates=evaluates)
 
 
-def check_ignored_targets(rank: int, size: int, schedule: str = "1f1b", evaluates: bool = False) -> None:
+def thorough_ignored_targets(rank: int, size: int, schedule: str = "1f1b", evaluates: bool = False) -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, _),) = batches_of([rows])
         nothing, partial = torch.full_like(x, -1), x.clone()
@@ -415,7 +415,7 @@ def thorough_a_complete_transformer(rank: int, size: int) -> None:
 
 def thorough_models_in_the_other_schedule(rank: int, size: int) -> None:
     check_a_model_with_a_loss(rank, size, "1f1b", evaluates=True)
-    check_ignored_targets(rank, size, "interleaved", evaluates=True)
+    thorough_ignored_targets(rank, size, "interleaved", evaluates=True)
     check_a_custom_output_class(rank, size, "1f1b", evaluates=True)
     thorough_a_model_with_states(rank, size, "1f1b")
 

@@ -295,7 +295,7 @@ def test_a_factorization_machine_learns_effects_of_pairs() -> None:
         model.fit(X[:2000], y[:2000])
         for model in (
             LogisticRegression(l1=0.0, random_state=0, epochs=8),
-            FactorizationMachine(l1=0.0, random_state=0),
+            FactorizationMachine(l1=0.0, random_state=0, epochs=10, **GIVEN),
         )
     )
     unseen = X[2000:].toarray(), y[2000:]
