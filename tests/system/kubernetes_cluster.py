@@ -46,7 +46,7 @@ class _Pod:
         self.status |= {"phase": phase, "containerStatuses": [{"name": "node", "state": state}]}
 
     def start(self, command: list[str], variables: dict[str, str], folder: Path, *, is_warm: bool) -> None:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
             if is_warm:
                 self.process = WarmProcess(["-m", *command], env=variables, cwd=folder, **streams)

@@ -204,7 +204,7 @@ def _has_mark(pid: int, mark: str) -> bool:
     variables = Path(f"/proc/{pid}/environ")
     if variables.exists():  # psutil would need five times as long, and tests wait for the end of processes
         return f"{MARK}={mark}".encode() in variables.read_bytes()
-    return psutil.Process(pid).environ().get(MARK) == mark
+    return bool(psutil.Process(pid).environ().get(MARK) == mark)
 
 
 def wait_functions_ended(mark: str) -> None:
