@@ -63,9 +63,11 @@ def request(
     is_grouped: bool = False,
     rows_to_send: Sequence[int] = (),
     splits: Tensor | None = None,
-    **fields: Any,
+    reduction: str = "",
+    scales: tuple[float, float] = (1.0, 1.0),
+    root: int = -1,
 ) -> int:
-    """Submit one request per tensor, and return the handle. `fields` are further fields of the requests.
+    """Submit one request per tensor, and return the handle.
 
     With `in_place` True, the results are written into the tensors, and with False into new tensors of the same shapes.
     With None, the shapes of the results depend on the other ranks.
@@ -81,19 +83,23 @@ def request(
             index = context.num_unnamed.get(number, 0)
             context.num_unnamed[number] = index + 1
         name = f"{UNNAMED}{index}"
+    group = f"{name}.{len(tensors)}" if is_grouped else ""
     entries: list[TensorEntry] = []
     for place, value in enumerate(tensors):
         tensor = as_tensor(value, is_target=bool(in_place))
         one = TensorRequest(
-            name=f"{name}.{place + 1}of{len(tensors)}" if is_grouped else name,
-            operation=operation,
-            dtype=_name_of_dtype(tensor),
-            shape=tuple(tensor.shape),
-            num_bytes=tensor.numel() * tensor.element_size(),
-            device=tensor.device.type,
-            group=f"{name}.{len(tensors)}" if is_grouped else "",
-            process_set=number,
-            **fields,
+            f"{name}.{place + 1}of{len(tensors)}" if is_grouped else name,
+            operation,
+            _name_of_dtype(tensor),
+            tuple(tensor.shape),
+            tensor.nbytes,
+            reduction,
+            root,
+            float(scales[0]),
+            float(scales[1]),
+            "cpu" if tensor.is_cpu else tensor.device.type,
+            group,
+            number,
         )
         output = tensor if in_place else None
         if in_place is False:

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
+import torch
 
 from paceline.collectives import Group
 from paceline.errors import CollectiveError, first_line
@@ -138,9 +139,10 @@ class HorovodEngine:
     def _serve(self) -> None:
         failure = _SHUT_DOWN
         try:
-            while not self._negotiator.is_over:
-                self._wait_for_round()
-                self._run_round()
+            with torch.no_grad():
+                while not self._negotiator.is_over:
+                    self._wait_for_round()
+                    self._run_round()
         except BaseException as error:
             failure = f"a collective operation failed, and Horovod ends on this rank: {first_line(error)}"
             for number, group in self._executor.groups.items():

@@ -45,12 +45,13 @@ class TensorEntry:
         if tensor is not None and tensor.is_cuda:
             self.stream = torch.cuda.current_stream(tensor.device)
 
-    def source(self) -> Tensor | None:
-        """Return the values of the tensor in the host's memory."""
-        if self.tensor is None or self.stream is None:
-            return None if self.tensor is None else self.tensor.detach()
+    def source(self) -> Tensor:
+        """Return the tensor, in the host's memory."""
+        assert self.tensor is not None
+        if self.stream is None:
+            return self.tensor
         with torch.cuda.stream(self.stream):  # after the kernels that compute the tensor
-            return self.tensor.detach().cpu()
+            return self.tensor.cpu()
 
     def finish(self, result: Tensor) -> None:
         """Store the result of the operation, which is in the host's memory."""
@@ -59,22 +60,21 @@ class TensorEntry:
                 self.output = result.to(self.stream.device)
                 self.output.record_stream(self.stream)
             else:
-                self.output.detach().copy_(result)
+                self.output.copy_(result)
             torch.cuda.current_stream(self.stream.device).synchronize()
         elif self.output is None:
             self.output = result
         elif self.output.data_ptr() != result.data_ptr():
-            self.output.detach().copy_(result)
+            self.output.copy_(result)
 
 
 class TensorExecutor:
-    """Runs operations one after another."""
+    """Runs operations one after another, in a thread without gradients."""
 
     def __init__(self, process_sets: Mapping[int, tuple[int, ...]]) -> None:
         self.groups: dict[int, Group] = {}
         """The groups of the process sets that this rank belongs to."""
         self._process_sets = process_sets
-        self._buffers: dict[torch.dtype, Tensor] = {}
 
     def run(self, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]) -> None:
         """Run one operation. A rank without an entry has joined: it contributes nothing to the result."""
@@ -86,7 +86,6 @@ class TensorExecutor:
             self._broadcast(group, request, entry)
         elif request.operation in (ALLREDUCE, ALLGATHER, ALLTOALL, REDUCESCATTER):
             source = _neutral(request) if entry is None else entry.source()
-            assert source is not None
             if request.operation == ALLREDUCE:
                 result = adasum(group, source)
             elif request.operation == ALLGATHER:
@@ -110,37 +109,24 @@ class TensorExecutor:
         ]
         if len(sources) == 1:
             (source,), (entry,) = sources, entries
-            assert source is not None
-            out = None
-            if entry is not None and entry.stream is None and entry.output is not None:
-                out = source if entry.output is entry.tensor else entry.output.detach()
+            out = entry.output if entry is not None and entry.stream is None else None
             result = _reduced(group, source, requests[0], out=out)
             if entry is not None:
                 entry.finish(result)
             return
-        vectors = [source.reshape(-1) for source in sources if source is not None]
-        fused = self._buffer(vectors[0].dtype, sum(vector.numel() for vector in vectors))
-        torch.cat(vectors, out=fused)
+        fused = torch._C._nn.flatten_dense_tensors(sources)
         result = _reduced(group, fused, requests[0], out=fused)
-        parts = torch.split(result, [vector.numel() for vector in vectors])
-        plain = [(entry, part) for entry, part in zip(entries, parts, strict=True) if entry is not None]
-        if all(entry.stream is None for entry, _ in plain):
-            outputs = [entry.output.detach() for entry, _ in plain if entry.output is not None]
-            if outputs:
-                torch._foreach_copy_(
-                    outputs, [part.view(output.shape) for (_, part), output in zip(plain, outputs, strict=True)]
-                )
-        else:
-            for entry, part in plain:
-                assert entry.output is not None
-                entry.finish(part.view(entry.output.shape))
-
-    def _buffer(self, dtype: torch.dtype, count: int) -> Tensor:
-        """Return memory for fused tensors, which is reused because new memory is slow at the first write."""
-        buffer = self._buffers.get(dtype)
-        if buffer is None or buffer.numel() < count:
-            buffer = self._buffers[dtype] = torch.empty(count, dtype=dtype)
-        return buffer[:count]
+        parts = torch._C._nn.unflatten_dense_tensors(result, sources)
+        outputs: list[Tensor] = []
+        copies: list[Tensor] = []
+        for entry, part in zip(entries, parts, strict=True):
+            if entry is not None and entry.stream is None and entry.output is not None:
+                outputs.append(entry.output)
+                copies.append(part)
+            elif entry is not None:
+                entry.finish(part)
+        if outputs:
+            torch._foreach_copy_(outputs, copies)
 
     def _broadcast(self, group: Group, request: TensorRequest, entry: TensorEntry | None) -> None:
         root = self._process_sets[request.process_set].index(request.root)
@@ -152,10 +138,10 @@ class TensorExecutor:
         if group.rank == root:
             source = entry.source()
             group.broadcast(source, root=root)
-            if entry.output is not entry.tensor and source is not None:
+            if entry.output is not entry.tensor:
                 entry.finish(source)
         else:
-            target = torch.empty_like(entry.output, device="cpu") if entry.stream is not None else entry.output.detach()
+            target = entry.output if entry.stream is None else torch.empty_like(entry.output, device="cpu")
             entry.finish(group.broadcast(target, root=root))
 
 

@@ -76,8 +76,7 @@ def _all_reduce(
         is_grouped=is_grouped,
         in_place=in_place,
         reduction=reduction,
-        prescale=float(scales[0]),
-        postscale=float(scales[1]),
+        scales=scales,
     )
 
 
@@ -264,8 +263,7 @@ def _reduce_scatter(
         process_set,
         is_grouped=is_grouped,
         reduction=reduction,
-        prescale=float(scales[0]),
-        postscale=float(scales[1]),
+        scales=scales,
     )
 
 
