@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,15 @@ from paceline.protocol.negotiation.requests import UNNAMED, TensorRequest
 _DTYPES: Final = {getattr(torch, name): name for name in DTYPES}
 
 
+class Splits(NamedTuple):
+    """The splits of an all-to-all."""
+
+    rows: Sequence[int]
+    """The number of rows that this rank sends to each rank."""
+    like: Tensor
+    """A tensor of the dtype and the device of the received splits."""
+
+
 class HorovodCall:
     """A call whose handle the user has: its entries and the form of its result."""
 
@@ -34,9 +43,9 @@ class HorovodCall:
         are_arrays: Sequence[bool],
         *,
         is_list: bool,
-        splits: Any,
+        splits: Splits | None,
     ) -> None:
-        """`splits` is a tensor like the received splits of an all-to-all, and None for other operations."""
+        """`splits` is None for operations other than all-to-all."""
         self.engine, self.entries, self.are_arrays, self.is_list = engine, entries, are_arrays, is_list
         self.splits = splits
 
@@ -44,7 +53,9 @@ class HorovodCall:
         results: list[Any] = []
         for entry, is_array in zip(self.entries, self.are_arrays, strict=True):
             output: Any = entry.output.numpy() if is_array and entry.output is not None else entry.output
-            results.append(output if self.splits is None else (output, self.splits.new_tensor(entry.received_splits)))
+            results.append(
+                output if self.splits is None else (output, self.splits.like.new_tensor(entry.received_splits))
+            )
         return results if self.is_list else results[0]
 
 
@@ -61,8 +72,7 @@ def request(
     *,
     in_place: bool | None = None,
     is_grouped: bool = False,
-    rows_to_send: Sequence[int] = (),
-    splits: Tensor | None = None,
+    splits: Splits | None = None,
     reduction: str = "",
     scales: tuple[float, float] = (1.0, 1.0),
     root: int = -1,
@@ -104,7 +114,7 @@ def request(
         output = tensor if in_place else None
         if in_place is False:
             output = torch.empty_like(tensor, requires_grad=False, memory_format=torch.contiguous_format)
-        entries.append(TensorEntry(one, tensor, output, rows_to_send))
+        entries.append(TensorEntry(one, tensor, output, () if splits is None else splits.rows))
     if entries:
         context.engine.submit(entries)
     handle = next(_handles)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.horovod.calls import request, synchronize
+from paceline.horovod.calls import Splits, request, synchronize
 from paceline.horovod.context import current
 from paceline.horovod.execution import AVERAGE
 from paceline.horovod.process_sets import ProcessSet, global_process_set
@@ -135,7 +135,7 @@ def alltoall_async(
                 "whose sum is the number of rows"
             )
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
-    return request(ALLTOALL, [tensor], name, process_set, rows_to_send=rows, splits=like)
+    return request(ALLTOALL, [tensor], name, process_set, splits=Splits(rows, like))
 
 
 def alltoall(

@@ -28,7 +28,7 @@ _SIZES = {
     "horovod_faults": 3,
 }
 _KILLED = {"faults": 2, "horovod_faults": 2}
-_PATIENCE_S = 180.0
+_PATIENCE_S = 250.0
 
 pytestmark = pytest.mark.timeout(300)
 
