@@ -320,5 +320,5 @@ class CoordinatorServer(CoordinatorAccess):
     @override
     def close(self) -> None:
         if self._store.failure is None:
-            self._store.failure = "the coordinator has ended"  # for launchers that still send requests
+            self._store.failure = f"{self._store.launchers.server} has ended"  # for launchers that still send requests
         self._server.close()

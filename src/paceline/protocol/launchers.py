@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 from msgspec import Meta, Struct
 from typing_extensions import override
@@ -107,6 +107,9 @@ class Launchers:
     A launcher is lost after `timeout_s` seconds without a request. Processes of the initial ranks that no launcher has
     started at `start_by_s` are lost too.
     """
+
+    server: ClassVar = "the launcher of node 0"
+    """The process that serves the records, for messages."""
 
     def __init__(self, num_ranks: int, *, timeout_s: float, start_by_s: float) -> None:
         self.num_ranks = num_ranks
@@ -234,6 +237,8 @@ class Launchers:
 
 class OwnLaunchers(Launchers):
     """The records of ranks that are their own launchers. A rank that is lost cannot return."""
+
+    server: ClassVar = "the coordinator"
 
     def __init__(self, *, timeout_s: float) -> None:
         super().__init__(0, timeout_s=timeout_s, start_by_s=math.inf)
