@@ -26,7 +26,7 @@ from paceline.launch.engines.options import EngineFlags
 
 from .elastic_training import TRAIN, check_items, ends
 from .kubernetes_cluster import KubernetesCluster
-from .running import Commands
+from .running import Commands, wait_until
 
 _CONNECT = """
 import paceline.collectives as collectives, os
@@ -240,6 +240,8 @@ def test_an_elastic_training_replaces_pods_and_grows(paceline: Commands, cluster
     words = ["--on", "kubernetes", "--image", "image", "--name", "demo", *options, "--heartbeat-timeout", "2"]
     running = paceline.start("run", *words, "train.py", "", "3")
     running.wait_line("starts 1 ")
+    items = cluster.folder / "items1"
+    wait_until(lambda: items.exists() and items.stat().st_size > 0, "rank 1 does not train")
     os.killpg(cluster.pods["demo-1-abc"].process.pid, signal.SIGKILL)  # type: ignore[union-attr]
     running.wait_line("starts 2 ")
     cluster.scale("/apis/batch/v1/namespaces/ml/jobs/demo", 3)

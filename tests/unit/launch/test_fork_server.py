@@ -173,7 +173,7 @@ def test_clusters_spawn_processes_if_forks_are_not_safe(
     assert not any(process.is_running() for process in processes)
 
 
-@pytest.mark.parametrize("forks", [True, False], ids=["forked", "spawned"])
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["forked", "spawned"])
 def test_files_of_the_current_folder_are_not_imported(
     forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
