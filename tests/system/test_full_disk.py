@@ -52,6 +52,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         holder.stdin.close()
 
 
+@pytest.mark.thorough
 def test_a_full_disk_and_a_read_only_disk(paceline: Commands, click_log: tuple[Path, Path], disk: Disk) -> None:
     """The disk has space for one snapshot, but not for a further model."""
     snapshots, model = disk.folder / "snapshots", disk.folder / "model"

@@ -49,6 +49,7 @@ def test_sigterm_during_a_training(paceline: Commands, click_log: tuple[Path, Pa
     assert (finished.status, sentences(finished.err)) == (143, ["paceline: ended by a signal"])
 
 
+@pytest.mark.thorough
 def test_interrupted_while_processes_start(paceline_spawned: Commands, click_log: tuple[Path, Path]) -> None:
     running = paceline_spawned.start("train", click_log[0], *LONG, "--save", "model")
     wait_until(lambda: len(psutil.Process(running.process.pid).children(recursive=True)) > 1, "no process was started")

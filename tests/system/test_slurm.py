@@ -156,6 +156,7 @@ def test_ctrl_c_cancels_the_job_with_its_servers(commands: Commands, slurm: Slur
     slurm.wait_empty()
 
 
+@pytest.mark.thorough
 def test_jobs_that_cannot_run_are_reported(commands: Commands) -> None:
     finished = commands.run("run", "--on", "slurm", "--partition", "nope", "place.py")
     assert (finished.status, "invalid partition" in finished.err) == (2, True), finished

@@ -61,7 +61,8 @@ def test_replicas_are_equal_bit_by_bit_during_pushes(consistency: Consistency, r
         } == {((), 0)}
 
 
-@pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
 def test_no_differences_are_reported_while_servers_join_and_leave(consistency: Consistency) -> None:
     with Cluster(servers=3, workers=2, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
         clients, observer = cluster.connect_all(), cluster.connect(observer=True)
