@@ -64,7 +64,7 @@ original, ElasticTraining._heal = ElasticTraining._heal, heal
 strategy = pt.strategy()
 model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
 optimizer = torch.optim.AdamW(model.parameters())
-data = torch.utils.data.TensorDataset(*torch.randn(2, 4096 * 64 // width, width))
+data = torch.utils.data.TensorDataset(*torch.randn(2, 1, width).expand(2, 4096, width))
 loader = torch.utils.data.DataLoader(data, batch_size=batch_size)
 model, optimizer, loader = strategy.prepare(model, optimizer, loader)
 name = os.environ.get("PACELINE_INCARNATION", os.environ["RANK"])
