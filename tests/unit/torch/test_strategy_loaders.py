@@ -38,6 +38,7 @@ class FakeStrategy:
     device = torch.device("cpu")
     seed = 3
     snapshots = None
+    status = None
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.world_size = self.data_place = rank, size
