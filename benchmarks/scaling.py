@@ -62,13 +62,15 @@ def measure(strategy: str, num_hosts: int, mbit: int, options: argparse.Namespac
     """Train on hosts. Return the median seconds of a step, and the limit of the wire."""
     with tempfile.TemporaryDirectory() as folder, network(num_hosts, mbit) as names:
         report = Path(folder, "report.json")
-        words = ["--strategy", strategy, "--nproc-per-node", 1, "--nnodes", num_hosts, "--master-addr", f"{NETWORK}.1"]
+        words = ["--strategy", strategy, "--nproc-per-node", 1]
         words += ["--servers", num_hosts] if strategy in WITH_SERVERS else []
         script = [__file__, "--report", report, "--megabytes", options.megabytes, "--steps", options.steps]
         environment = {**os.environ, "PACELINE_TOKEN": "token of the benchmark's hosts"}
         launchers = []
         for node, name in enumerate(names):
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "paceline", "run", "--node-rank", node]
+            command: list[Any] = ["ip", "netns", "exec", name, sys.executable, "-m", "paceline", "run"]
+            if num_hosts > 1:
+                command += ["--nnodes", num_hosts, "--node-rank", node, "--master-addr", f"{NETWORK}.1"]
             launchers.append(subprocess.Popen(list(map(str, [*command, *words, *script])), env=environment))
         try:
             statuses = [launcher.wait(600) for launcher in launchers]
