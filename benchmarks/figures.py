@@ -68,8 +68,9 @@ def run(command: str, days: str) -> str:
         check=True,
     )
     output = done.stdout.rstrip().strip("\n")
-    for name in (name for name in PATHS if os.environ.get(name)):
-        output = output.replace(os.environ[name], f"${name}")
+    for name in PATHS:
+        if data := os.environ.get(name):
+            output = output.replace(data, f"${name}")
     return output
 
 

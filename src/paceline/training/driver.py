@@ -56,7 +56,7 @@ def train_on(
     It also returns the sample `examples`; if they are None, a sample is read. `on_plan` receives the plan before the
     training starts, and returns the callback for the progress.
     """
-    plan = plan_training(options, warn, examples)  # meanwhile the workers start
+    plan = plan_training(options, warn, examples)  # the workers start during this call
     on_progress = on_plan(client, plan)
     num_workers = client.settings.num_workers
     if processes is not None:
