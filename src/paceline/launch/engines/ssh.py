@@ -192,13 +192,16 @@ class Ssh(NodeEngine[_HostProcess]):
         process.send(b"start")
 
     def _exchange(
-        self, processes: Sequence[_HostProcess], contents: Sequence[HostRequest | list[HostPeer]]
+        self,
+        processes: Sequence[_HostProcess],
+        contents: Sequence[HostRequest | list[HostPeer]],
+        limit_s: float = _REPLY_S,
     ) -> list[HostReply]:
         """Send each process a line; return the replies. Raises UsageError, which names the host, for a problem."""
         for process, content in zip(processes, contents, strict=True):
             process.reply = None
             process.send(msgspec.json.encode(content))
-        deadline = time.monotonic() + _REPLY_S
+        deadline = time.monotonic() + limit_s
         replies: list[HostReply] = []
         while len(replies) < len(processes):
             self._read(POLL_S)
@@ -207,7 +210,7 @@ class Ssh(NodeEngine[_HostProcess]):
                 if process.reply is None and (status := process.status()) is not None:
                     problem = _explain(status, process.errors)
                 elif process.reply is None and time.monotonic() >= deadline:
-                    problem = f"no reply within {_REPLY_S:g} s"
+                    problem = f"no reply within {limit_s:g} s"
                 if problem is not None:
                     raise UsageError(f"--hosts: host {process.host}: {problem}")
             replies = [process.reply for process in processes if process.reply is not None]
@@ -232,8 +235,8 @@ class Ssh(NodeEngine[_HostProcess]):
         process = self._connect(lost.role, lost.number, lost.host)
         self._processes.append(process)
         try:
-            self._exchange([process], [self._host_request(process)])
-            self._exchange([process], [[]])
+            self._exchange([process], [self._host_request(process)], self.again_s)
+            self._exchange([process], [[]], self.again_s)
         except UsageError as error:
             report(f"{error}. The next attempt is in {self.again_s:g} s")
             self._try_later(process)
