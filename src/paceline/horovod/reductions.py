@@ -323,7 +323,10 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """Return the results of :func:`reducescatter` of several tensors. Gradients flow through them."""
     scales = prescale_factor, postscale_factor
-    if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        result: list[Any] = synchronize(grouped_reducescatter_async(tensors, name, op, process_set, *scales))
+        return result
+    if any(tensor.requires_grad for tensor in tensors):
         return [
             reducescatter(tensor, name and f"{name}.{place}", compression, op, process_set, *scales)
             for place, tensor in enumerate(tensors)

@@ -103,6 +103,9 @@ def check_groups(rank: int, size: int) -> None:
     assert [tensor.mean().item() for tensor in tensors] == [1.0] * 5
     gathered = hvd.grouped_allgather([torch.full((1,), rank), torch.full((rank,), 1.0)])
     assert [result.tolist() for result in gathered] == [[0, 1, 2], [1.0] * 3]
+    (row,) = hvd.grouped_reducescatter([np.ones(size, np.float32)], compression=hvd.Compression.fp16, op=hvd.Sum)
+    assert isinstance(row, np.ndarray)
+    assert row.tolist() == [size]
     scattered = hvd.grouped_reducescatter([torch.ones(size), torch.ones(2 * size)], op=hvd.Sum)
     assert [result.tolist() for result in scattered] == [[3.0], [3.0, 3.0]]
     assert hvd.grouped_allreduce([]) == []
