@@ -105,7 +105,7 @@ class StateTransfer:
         count = min(max(each.num_received or 0 for each in progress), len(sizes))
         own = np.zeros(count, np.uint64) if self._chunks is None else self._chunks.checksums(count)
         right = group.broadcast(own.copy(), root=0) if count else own
-        differs = np.zeros(len(sizes), np.uint8)
+        differs = np.zeros(len(sizes))  # with the dtype of a vote, whose kernel is already loaded
         if self._progress is not None:
             differs[:count] = own != right
             differs[self._progress.num_received or 0 :] = 1
