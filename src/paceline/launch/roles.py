@@ -22,7 +22,7 @@ from paceline.ps.pulse import Pulse
 from paceline.ps.scheduler.link import LinkHooks
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
-from paceline.transport.backoff import once_after, reach
+from paceline.transport.backoff import reach
 
 from .supervisor import watch_parent
 
@@ -52,8 +52,9 @@ class Joining:
         immediately, because another attempt would not help.
         """
         transport, hello = self.transport(), Hello(role="observer", to="scheduler")
-        check = once_after(_SOON_S, on_wait)
-        reach(lambda: transport.connect(self.scheduler, hello, timeout_s=_CONNECT_S), patience_s, check).close()
+        reach(
+            lambda: transport.connect(self.scheduler, hello, timeout_s=_CONNECT_S), patience_s, on_wait=on_wait
+        ).close()
 
 
 def run_scheduler(

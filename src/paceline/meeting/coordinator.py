@@ -55,15 +55,17 @@ from paceline.transport.security.authentication import Hello
 COORDINATOR = "coordinator"
 """The role of the server in its Hello (the identity that it sends in the handshake)."""
 NUM_RANKS = "num_ranks"
-"""The field of a launcher's Hello with the number of ranks on all nodes; 0 from a rank that is its own launcher."""
+"""The field of a launcher's Hello with the number of ranks on all nodes; 0 if a rank is its own launcher."""
 OPTIONS, TIMEOUT_MS = "options", "timeout_ms"
-"""Fields of the Hello of ``paceline coordinator``: the strategy's options, and the time limit of silent ranks."""
+"""Fields of the Hello of ``paceline coordinator``: the strategy's options, and the time without a request after which a
+rank is lost.
+"""
 NEWCOMERS = "newcomers"
 """The key that is set, with the prefix of the current quorum, when new processes wait to join."""
 END = "end"
 """A key that is never set. A request for it fails when the quorum ends."""
 ENDED = "the training has ended"
-"""The key that is set when all members have ended. Ranks that are paused, and therefore in no quorum, wait for it."""
+"""The key that is set when all members have ended. Paused ranks, which are in no quorum, check this key."""
 _decode_launcher_request = reader(LauncherRequest, "a request of a launcher")
 _decode_request = reader(JoinRequest | QuorumReport | LeaveNotice, "a request to the coordinator")
 _decode_answer = reader(StartQuorum | RetryJoin | None, "an answer of the coordinator")
@@ -89,7 +91,7 @@ def request_quorum(
 
 
 class CoordinatedStore(ServedStore):
-    """The store, the coordinator, and the requests that wait for its answer. Only the event loop's thread uses it."""
+    """The store, the coordinator, and the ranks' requests without an answer. Only the event loop's thread uses it."""
 
     def __init__(self, coordinator: Coordinator, launchers: Launchers, expel: Callable[[int], None]) -> None:
         super().__init__()
@@ -239,7 +241,7 @@ class CoordinatorAccess(Closing):
 
     @abstractmethod
     def started(self, rank: int) -> int | None:
-        """Announce a new process of a rank; return the process's unique number (incarnation); None after a failure."""
+        """Announce a new process of a rank. Return its unique number (incarnation), or None after a failure."""
 
     @abstractmethod
     def ended(self, member: int, *, is_failure: bool) -> bool:

@@ -31,6 +31,7 @@ from paceline.transport.security.authentication import Hello
 _HEARTBEAT_S: Final = 0.5
 """The longest interval of heartbeats."""
 _LEAVE_S: Final = 2.0
+"""Time limit for the last request."""
 _decode_answer = reader(LauncherAnswer, "an answer to a launcher")
 
 
@@ -114,7 +115,7 @@ class CoordinatorClient(CoordinatorAccess):
             self._failed(self._failure)
 
     def _failed(self, reason: str) -> None:
-        """Called in the thread after a failure."""
+        """Handle a failure, in the heartbeats' thread."""
 
     def _request(self, request: LauncherRequest) -> LauncherAnswer | None:
         """Return the coordinator's answer; None after a failure or after :meth:`close`."""
@@ -133,8 +134,8 @@ class CoordinatorClient(CoordinatorAccess):
         return None
 
     def _call(self, request: LauncherRequest, timeout_s: float) -> LauncherAnswer:
-        """Send a request, and handle the part of its answer that all answers have."""
-        with self._lock:  # one connection: its end is the loss of this launcher
+        """Send a request; record a failure and end lost processes according to the answer."""
+        with self._lock:  # one request at a time uses one connection, whose end is the loss of this launcher
             body = self._store.call(StoreCall.LAUNCHER, timeout_s, body=msgspec.msgpack.encode(request))
             answer: LauncherAnswer = _decode_answer(body)
             self._failure = self._failure or answer.failure
@@ -144,7 +145,7 @@ class CoordinatorClient(CoordinatorAccess):
 
     @override
     def close(self) -> None:
-        """Report that this launcher ends. Its processes have ended. Idempotent."""
+        """Report that this launcher ends. Its processes must have ended. Idempotent."""
         if self._stop.is_set():
             return
         self._stop.set()

@@ -1,7 +1,7 @@
-"""Ranks that are their own launchers: torchrun, srun, Kubernetes, Ray or Dask has started them.
+"""Ranks that start without ``paceline run``, for example by torchrun. Each rank is its own launcher.
 
-The variable ``PACELINE_COORDINATOR`` has the address of ``paceline coordinator``. The rank reports its own start and
-end. If its process dies, its connection breaks. If its process is stopped, the heartbeats end.
+The variable ``PACELINE_COORDINATOR`` has the address of ``paceline coordinator``. The rank reports its start and its
+end. The connection breaks if the process dies, and the heartbeats end if the process is stopped.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from paceline.meeting.credentials import choose_secret
 from paceline.meeting.rendezvous import is_loopback, parse_place
 from paceline.transport import TLS
 from paceline.transport.addresses import Address
-from paceline.transport.backoff import once_after, reach
+from paceline.transport.backoff import reach
 
 _ATTEMPT_S: Final = 5.0
-_SOON_S: Final = 5.0
 
 
 class OwnLauncher(CoordinatorClient):
     """The connection of a rank to ``paceline coordinator``, from the start of the rank to its end.
 
-    If the coordinator declares the rank lost, or the training cannot continue, the process ends with status 1. Its
-    launcher may then start it again.
+    If the coordinator declares the rank lost, or the training cannot continue, the process ends with status 1. The
+    system that started the process, such as torchrun, may then start it again.
     """
 
     def __init__(self, address: Address, token: str, tls: TLS | None) -> None:
@@ -65,7 +64,7 @@ class OwnLauncher(CoordinatorClient):
             self._store.close()
             raise
         super()._begin()
-        atexit.register(self.close)
+        atexit.register(self._end_at_exit)
         _open.add(self)
 
     def _start(self) -> None:
@@ -94,25 +93,25 @@ class OwnLauncher(CoordinatorClient):
 
     @override
     def close(self) -> None:
-        """Report the end of this rank: a failure if an exception ends the process or the ``with`` block."""
+        """Report the end of this rank. The end is a failure if an exception ends the ``with`` block."""
+        self._end(sys.exc_info()[1])
+
+    def _end_at_exit(self) -> None:
+        self._end(getattr(sys, "last_value", None))
+
+    def _end(self, error: BaseException | None) -> None:
         if self._stop.is_set():
             return
-        atexit.unregister(self.close)
-        self.ended(self.member, is_failure=_has_failed())
+        atexit.unregister(self._end_at_exit)
+        is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        self.ended(self.member, is_failure=not is_success)
         super().close()
 
     def disown(self) -> None:
-        """Do nothing more in a forked child process, because the connection belongs to its parent."""
+        """Send nothing from a forked child process, because the connection belongs to the parent process."""
         self._stop = threading.Event()  # another thread may have held the lock of the event during the fork
         self._stop.set()
         self._store.disown()
-
-
-def _has_failed() -> bool:
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    if isinstance(error, SystemExit):
-        return error.code not in (None, 0)
-    return error is not None
 
 
 def _end_process(reason: str) -> NoReturn:
@@ -133,7 +132,7 @@ def coordinator_token(address: Address, variables: Environment) -> str:
 
 
 def announce_rank(variables: Environment, tls: TLS | None, timeout_s: float) -> OwnLauncher:
-    """Report this process as a rank to the coordinator at ``PACELINE_COORDINATOR``, which may start later.
+    """Report this process as a rank to the coordinator at ``PACELINE_COORDINATOR``. The coordinator may start later.
 
     Raises UsageError for a wrong address or a missing token, DeadlineError if the coordinator does not answer within
     `timeout_s` seconds, and the errors of :class:`OwnLauncher`.
@@ -142,13 +141,12 @@ def announce_rank(variables: Environment, tls: TLS | None, timeout_s: float) -> 
     with naming("PACELINE_COORDINATOR"):
         address = parse_place(variables.coordinator)
     token = coordinator_token(address, variables)
-
-    def report() -> None:
-        text = f"waiting up to {timeout_s:g} s for the coordinator at {address.netloc}"
-        print(f"paceline: {text}", file=sys.stderr, flush=True)
-
     name = f"the coordinator at {address.netloc} (PACELINE_COORDINATOR)"
-    return reach(lambda: OwnLauncher(address, token, tls), timeout_s, once_after(_SOON_S, report), name=name)
+
+    def on_wait() -> None:
+        print(f"paceline: waiting up to {timeout_s:g} s for {name}", file=sys.stderr, flush=True)
+
+    return reach(lambda: OwnLauncher(address, token, tls), timeout_s, name=name, on_wait=on_wait)
 
 
 _open: weakref.WeakSet[OwnLauncher] = weakref.WeakSet()

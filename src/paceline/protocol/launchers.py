@@ -3,11 +3,11 @@
 Each node has one launcher, which starts the node's ranks. The launcher of node 0 serves the coordinator and these
 records. The other launchers send it a request at each start and end of a rank, and regularly in between. A launcher is
 *lost* when its connection breaks or no request arrives for a time limit. Then all its ranks are lost, and the other
-ranks continue without them. If a lost launcher sends a request again, the answer names its lost ranks. That launcher
-then kills these ranks and starts new ones. A new launcher with the number of a node replaces the old launcher.
+ranks continue without them. If a lost launcher sends a request again, the answer names the lost ranks. The launcher
+then kills these ranks and starts new ones. A new launcher of a node replaces the node's old launcher.
 
-Other launchers, such as torchrun, send no requests. Their ranks send the requests themselves: each rank is its own
-launcher, and the number of its node is its launcher's number. :class:`OwnLaunchers` has their records.
+Torchrun and other systems send no such requests. The ranks that they start send the requests themselves: each rank is
+its own launcher, with a node number of its own. :class:`OwnLaunchers` has the records of these ranks.
 
 A *member* is the incarnation of a rank's process, as in :mod:`paceline.protocol.quorum`. Pure: the runtime is
 :mod:`paceline.meeting.coordinator`.
@@ -29,14 +29,14 @@ from paceline.protocol.bounds import Number
 
 
 class RankStart(Struct, frozen=True, array_like=True, tag=True):
-    """A launcher will start a process of a rank, and asks for its number."""
+    """A launcher will start a process of a rank, and requests the number of this process."""
 
     node: Number
     launcher: Number
     serial: Number
     """The number of this start among those of the launcher. A repeated request has the same serial number."""
     rank: Number | None
-    """None from a rank that is its own launcher, because it has no number before it joins."""
+    """None if the rank is its own launcher, because the rank has no number before it joins."""
 
 
 class RankEnd(Struct, frozen=True, array_like=True, tag=True):
@@ -49,14 +49,14 @@ class RankEnd(Struct, frozen=True, array_like=True, tag=True):
 
 
 class LauncherHeartbeat(Struct, frozen=True, array_like=True, tag=True):
-    """A message without news, sent regularly."""
+    """The launcher lives. Sent regularly."""
 
     node: Number
     launcher: Number
 
 
 class LauncherEnd(Struct, frozen=True, array_like=True, tag=True):
-    """All ranks of the launcher have ended, and it starts no more."""
+    """All ranks of the launcher have ended, and it will start no other ranks."""
 
     node: Number
     launcher: Number
@@ -77,23 +77,23 @@ class LauncherAnswer(Struct, frozen=True, array_like=True):
     has_joined: bool = False
     """After a RankEnd: whether the member took part in the training."""
     is_newcomer: bool = False
-    """After a RankStart: whether the member enters a quorum after the first one."""
+    """After a RankStart: whether the member enters a later quorum than the first one."""
 
 
 @dataclass(slots=True)
 class _Launcher:
     number: int
-    """A random number, different for each launcher."""
+    """A random number that identifies the launcher."""
     name: str
     last_request_s: float
     members: dict[int, int] = field(default_factory=dict)
-    """Serial number of the start → member, for the living members."""
+    """The members that have not ended, by the serial numbers of their starts."""
     lost: set[int] = field(default_factory=set)
-    """Members that were declared lost, and whose ends the launcher has not reported."""
+    """Members that were declared lost, and whose end the launcher has not reported."""
     is_lost: bool = False
 
     def declare_lost(self) -> list[int]:
-        """Return the members that were not declared lost before."""
+        """Declare all members lost. Return the members that were not declared lost before."""
         self.is_lost = True
         members = [member for member in self.members.values() if member not in self.lost]
         self.lost.update(members)
@@ -104,8 +104,8 @@ class Launchers:
     """The launchers of all nodes, and the numbers of their ranks' processes.
 
     The first process of each of the `num_ranks` ranks has the rank as its number. Later processes have larger numbers.
-    A launcher is lost after `timeout_s` seconds without a request. Processes of the initial ranks that no launcher has
-    started at `start_by_s` are lost too.
+    A launcher is lost after `timeout_s` seconds without a request. At the time `start_by_s`, the initial ranks that no
+    launcher has started are lost too.
     """
 
     server: ClassVar = "the launcher of node 0"
@@ -177,7 +177,7 @@ class Launchers:
         return previous.declare_lost()
 
     def start(self, request: RankStart) -> int:
-        """Return the number of the process to start: the same one for a repeated request, unless it was lost."""
+        """Return the number of the process to start. A repeated request gets the same number, unless it was lost."""
         launcher = self._nodes[request.node]
         member = launcher.members.get(request.serial)
         if member is None or member in launcher.lost:
@@ -196,8 +196,8 @@ class Launchers:
 
     def disconnected(self, node: int, launcher: int) -> list[int]:
         """Record that the connection of a launcher is broken; return its members, which are lost."""
-        found = self._nodes.get(node)
-        return self._declare_lost(node) if found is not None and found.number == launcher else []
+        current = self._nodes.get(node)
+        return self._declare_lost(node) if current is not None and current.number == launcher else []
 
     def time_passed(self, time_s: float) -> list[int]:
         """Return the members of launchers that became silent, and the initial ranks that were not started in time."""
@@ -236,7 +236,7 @@ class Launchers:
 
 
 class OwnLaunchers(Launchers):
-    """The records of ranks that are their own launchers. A rank that is lost cannot return."""
+    """The records of ranks that are their own launchers. A lost rank must end, and can return as a new process only."""
 
     server: ClassVar = "the coordinator"
 

@@ -12,9 +12,9 @@ A *step* is one exchange between the ranks of a *quorum*, for example the all-re
    repeat the exchange, with the same inputs, in the next quorum. So all members commit a step, or none.
 4. Only the coordinator starts quorums. The numbers of quorums grow, and a rank accepts only larger numbers.
 5. Newcomers enter between two steps: all members send reports, and the coordinator starts a quorum with the newcomers.
-   A member is *ready* if it has the training's state. The other members take part in the steps, but have no effect on
-   their results (:mod:`paceline.protocol.healing`). They are ready after a step that gives them the state. Ready
-   members have lower ranks than the others.
+   A member is *ready* if it has the training's state. A member that is not ready takes part in the steps without an
+   effect on their results (:mod:`paceline.protocol.healing`). It is ready after a step that gives it the state. Ready
+   members have the lowest ranks.
 6. A member that is too slow leaves between two steps. It then computes alone, and later enters as a newcomer.
 
 `member` is the incarnation of a process: a number that no other process has. The runtimes are
@@ -82,7 +82,7 @@ class StartQuorum(Struct, frozen=True, array_like=True, tag=True):
 
 
 class RetryJoin(Struct, frozen=True, array_like=True, tag=True):
-    """A newcomer is in another epoch than the members. It must continue to their epoch and then join again."""
+    """A newcomer is in another epoch than the members. It must continue to the members' epoch and then join again."""
 
     member: Number
 
@@ -139,12 +139,12 @@ QuorumInstruction: TypeAlias = (
 class Coordinator:
     """Starts the quorums of one training. A quorum is a numbered group of the ranks that are present.
 
-    `initial` are the processes of the first quorum, except processes that end before it starts. In addition, the first
-    quorum has `num_places` places for processes whose numbers are not known before. A place is free again if its
-    process ends. The places that are free `start_timeout_s` after the first start of a process remain free.
+    The first quorum has the `initial` processes, and the first `num_places` other processes that start. If one of these
+    processes ends before the quorum starts, another process may take its place. Places that are free
+    `start_timeout_s` after the first start remain free.
 
-    The training fails if fewer than `min_ranks` members live. The coordinator waits `report_timeout_s` for the members'
-    reports, from the first report on, and declares members without a report lost.
+    The training fails if fewer than `min_ranks` members live. A member is declared lost if it sends no report within
+    `report_timeout_s` after the first report of another member.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Coordinator:
         return member in self._joined
 
     def is_newcomer(self, member: int) -> bool:
-        """Return whether a process enters a quorum after the first one."""
+        """Return whether a process enters a later quorum than the first one."""
         return member not in self._initial
 
     def started(self, member: int, time_s: float = 0.0) -> None:
@@ -251,13 +251,13 @@ class Coordinator:
         return self._decide()
 
     def lost(self, members: Iterable[int]) -> list[QuorumInstruction]:
-        """Record that processes are lost together. The processes that have left had finished."""
+        """Record that processes are lost together. Members that had left before end without a failure."""
         finished = self._leaving.intersection(members)
         instructions = self.ended(*set(members) - finished, is_failure=True)
         return [*instructions, *self.ended(*finished, is_failure=False)]
 
     def ended(self, *members: int, is_failure: bool) -> list[QuorumInstruction]:
-        """Record that processes have ended, all with the same result."""
+        """Record that processes have ended, either all with a failure or all without."""
         self._joined.difference_update(members)
         ended = self._processes.intersection(members)
         if self.has_failed or not ended:

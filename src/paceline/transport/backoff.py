@@ -6,11 +6,12 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
+_REPORT_S: Final = 2.0
 _Reached = TypeVar("_Reached")
 
 
@@ -35,33 +36,29 @@ class Backoff:
         self._pause_s = self._first_s
 
 
-def once_after(seconds: float, report: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `report` once, at its first call after some seconds."""
-    due_s = time.monotonic() + seconds
-
-    def check() -> None:
-        nonlocal due_s
-        if time.monotonic() >= due_s:
-            due_s = math.inf
-            report()
-
-    return check
-
-
 def reach(
     connect: Callable[[], _Reached],
     patience_s: float,
     check: Callable[[], None] = lambda: None,
     *,
     name: str = "the scheduler",
+    on_wait: Callable[[], None] = lambda: None,
 ) -> _Reached:
-    """Call `check` and `connect` until the process called `name` answers. Raises DeadlineError after `patience_s`."""
-    deadline, backoff = time.monotonic() + patience_s, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+    """Repeat `check` and `connect` until the peer answers. Call `on_wait` once, if this takes some seconds.
+
+    `name` is the peer's name for errors. Raises DeadlineError after `patience_s`.
+    """
+    start_s, is_reported = time.monotonic(), False
+    backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     while True:
         check()
         try:
             return connect()
         except (AddressError, ConnectionLostError, DeadlineError) as error:
-            if time.monotonic() >= deadline:
+            waited_s = time.monotonic() - start_s
+            if waited_s >= patience_s:
                 raise DeadlineError(f"{name} did not answer within {patience_s:g} s: {error}") from None
-        time.sleep(backoff.next_s(deadline - time.monotonic()))
+        if waited_s >= _REPORT_S and not is_reported:
+            is_reported = True
+            on_wait()
+        time.sleep(backoff.next_s(patience_s - waited_s))

@@ -130,6 +130,15 @@ def test_an_exception_after_the_start_is_a_failure(served: Served) -> None:
     assert rules.ends == [False, True]
 
 
+def test_an_earlier_exception_of_the_process_is_not_a_failure(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook stores the exception of an earlier cell."""
+    monkeypatch.setattr(sys, "last_value", ZeroDivisionError(), raising=False)
+    rules = Rules()
+    with announce_rank(served.variables(served.serve(rules)), None, WAIT_S):
+        pass
+    assert rules.ends == [False]
+
+
 def test_the_death_of_a_process_with_children_is_noticed_at_once(served: Served) -> None:
     """Forked children, such as the workers of a loader, have copies of the process's connections."""
     rules = Rules()

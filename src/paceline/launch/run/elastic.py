@@ -22,7 +22,7 @@ from paceline.protocol.launchers import Launchers
 from paceline.protocol.quorum import Coordinator
 from paceline.strategies import ElasticOptions
 from paceline.transport import TLS, Address
-from paceline.transport.backoff import Backoff, once_after, reach
+from paceline.transport.backoff import Backoff, reach
 
 REPORT_TIMEOUT_S: Final = 300.0
 """Time limit for the ranks' reports after a failure. It is long: ranks may compute for minutes before they report."""
@@ -31,7 +31,6 @@ _MOST_FAILED_STARTS: Final = 5
 """After this many early failures of ranks in a row, dead ranks are not replaced any more."""
 _EARLY_S: Final = 60.0
 """A failure within this time of the rank's start is early."""
-_SOON_S: Final = 5.0
 _KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
 """Statuses of ranks that another process has killed. The failure is then not the script's."""
 
@@ -54,9 +53,9 @@ class ElasticRun(Closing):
     ) -> None:
         """`start` starts a rank's process. The launcher of node 0 serves the coordinator at `address`.
 
-        More nodes than at the start may join, until there are `max_ranks` ranks.
-        A launcher is lost if node 0 receives no message from it for `timeout_s` seconds. Raises AddressError if the
-        address is not free on node 0, and DeadlineError if node 0 does not answer on another node.
+        More nodes than at the start may join, until there are `max_ranks` ranks. A launcher is lost if node 0 receives
+        no message from it for `timeout_s` seconds. Raises AddressError on node 0 if the address is not free, and
+        DeadlineError on another node if node 0 does not answer.
         """
         self._start = start
         self._plans = {plan.rank: plan for plan in plans}
@@ -81,8 +80,8 @@ class ElasticRun(Closing):
                     address, token, tls, self._expel, node=node, num_ranks=options.num_ranks, timeout_s=timeout_s
                 ),
                 PATIENCE_S,
-                once_after(_SOON_S, lambda: report(f"waiting up to {PATIENCE_S:g} s for node 0 at {address.netloc}")),
                 name="node 0",
+                on_wait=lambda: report(f"waiting up to {PATIENCE_S:g} s for node 0 at {address.netloc}"),
             )
         else:
             rules = Coordinator(
