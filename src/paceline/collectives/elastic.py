@@ -59,7 +59,7 @@ class ElasticGroup(Closing):
 
     Before :meth:`enter`, the group contains only this process. All ranks must make the same calls in the same order. If
     a rank dies during a call, the other ranks repeat the call without the dead rank. A new process waits in
-    :meth:`enter` until the other ranks call :meth:`admit`. From then on, it makes the same calls as they do.
+    :meth:`enter` until the other ranks call :meth:`admit`. From then on, it makes the same calls as the other ranks.
 
     Calls raise RankLostError if the coordinator has declared this rank lost, and GroupClosedError if the training has
     ended.
@@ -106,7 +106,7 @@ class ElasticGroup(Closing):
         self._has_voted = False
         """Whether the last exchange ended by a successful vote of this rank."""
         self._part: tuple[CollectiveTicket, Callable[[float], None]] | None = None
-        """The part of the state that arrives, and the function that loads it."""
+        """The part of the state that this rank receives in the background, and the function that loads it."""
         self._newcomers_wait = False
         """Whether rank 0 has received the announcement of newcomers."""
         self.admits_newcomers = False
@@ -114,9 +114,9 @@ class ElasticGroup(Closing):
         self.step_times = step_times
         self.balance = balance
         self.straggler: int | None = None
-        """The slow rank that must call :meth:`pause` when the others call :meth:`admit`; None if no rank is slow."""
+        """The slow rank that must call :meth:`pause` when the other ranks call :meth:`admit`; None if no rank is slow."""
         self._limit_s = 0.0
-        """A paused straggler may join again when its steps take at most this many seconds; 0 for other ranks."""
+        """A paused straggler may join again when its steps take at most this many seconds; 0 if not paused."""
         self._busy_s = 0.0
         """The seconds that this rank spent outside of exchanges since its last step."""
         self._left_at_s = time.monotonic()
@@ -253,11 +253,11 @@ class ElasticGroup(Closing):
 
     @property
     def _next_shares(self) -> tuple[int, ...] | None:
-        """The value of :attr:`shares` after the next exchange, at whose end the ranks choose it."""
+        """The ranks' last choice of shares, which is in :attr:`shares` after the next exchange."""
         return None if self.balance is None else self.balance.shares
 
     def heal(self, share: Callable[[Group], bool]) -> bool:
-        """Call ``share(group)`` until it succeeds on all ranks. It returns True if newcomers now have the whole state.
+        """Call ``share(group)`` until it succeeds on all ranks. `share` returns whether newcomers have the whole state.
 
         Return whether rank 0 may now call :meth:`send_part`, and newcomers :meth:`receive_part`.
         """
@@ -271,22 +271,22 @@ class ElasticGroup(Closing):
             is_complete = self.exchange(run, heals=True)
         except _NoNewcomersError:
             return False
-        # After a failed vote this rank is in the next quorum, but another rank may have ended the exchange before.
+        # After a failed vote, this rank is in the next quorum, while another rank may be in the previous one.
         return not is_complete and self._has_voted
 
     def send_part(self, message: Any) -> None:
-        """Start to send a part of the state to every newcomer. If this fails, the next exchange forms a new quorum."""
+        """Start to send a part of the state to every newcomer. After a failure, the next exchange starts a new quorum."""
         with contextlib.suppress(CollectiveError):
             for rank in range(self._num_ready, self.size):
                 self._group.send_async(message, rank, tag=self._rules.step)
 
     def receive_part(self, message: Any, load: Callable[[float], None]) -> None:
-        """Start to receive a part of the state, for :meth:`load_part`. The next exchange also calls that method."""
+        """Start to receive a part of the state. :meth:`load_part`, or the next exchange, waits for the part."""
         with contextlib.suppress(CollectiveError):
             self._part = self._group.recv_async(message, 0, tag=self._rules.step), load
 
     def load_part(self) -> None:
-        """Wait for the part that arrives, and call ``load(waited_s)``, unless the group has failed."""
+        """Wait for the part of :meth:`receive_part`, and call ``load(waited_s)``, unless the group has failed."""
         part, self._part = self._part, None
         if part is not None:
             ticket, load = part
@@ -320,7 +320,7 @@ class ElasticGroup(Closing):
     def _compare(self, step_times: StepTimes, times_s: Sequence[float]) -> None:
         """Compare the ranks' times of a step: find a straggler, and choose the shares of later steps."""
         if self.shares != self._next_shares:
-            return  # these times were measured with shares that have just changed
+            return  # the times were measured with earlier shares
         step_times.record(times_s)
         if self.quorum:
             self.straggler = step_times.straggler()
@@ -399,16 +399,16 @@ class ElasticGroup(Closing):
 
         The result is written to `out`, which may be `array` itself.
         """
-        given = as_array(array)
+        local = as_array(array)
         if out is not None:
-            given = given.copy() if isinstance(given, np.ndarray) else given.detach().clone()
+            local = local.copy() if isinstance(local, np.ndarray) else local.detach().clone()
 
         def reduce(group: Group) -> Any:
             if not self.has_newcomers:
-                return group.all_reduce(given, op, out=out)
-            parts = group.all_gather(given[None])[: self._num_ready]
+                return group.all_reduce(local, op, out=out)
+            parts = group.all_gather(local[None])[: self._num_ready]
             is_tensor = not isinstance(parts, np.ndarray)
-            result = empty_like(given, given.shape) if out is None else out
+            result = empty_like(local, local.shape) if out is None else out
             result[...] = getattr(parts, f"a{op}" if is_tensor and op in ("min", "max") else op)(0)
             return result
 

@@ -143,8 +143,8 @@ class Coordinator:
     processes ends before the quorum starts, another process may take its place. Places that are free
     `start_timeout_s` after the first start remain free.
 
-    The training fails if fewer than `min_ranks` members live. A member is declared lost if it sends no report within
-    `report_timeout_s` after the first report of another member.
+    The training fails if fewer than `min_ranks` members live. The coordinator waits `report_timeout_s` for the members'
+    reports, from the first report on, and declares members without a report lost.
     """
 
     def __init__(

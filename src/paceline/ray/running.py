@@ -1,4 +1,4 @@
-"""Run a function on the nodes of a Ray cluster: one actor per node, each in a bundle of a placement group."""
+"""Run a function on the nodes of a Ray cluster, with one actor per node."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from typing_extensions import override
 
 from paceline.closing import Closing
 from paceline.errors import UsageError
-from paceline.launch.engines.ray_nodes import RayNodes, connect, find_places, load_values, receive, wait_all
+from paceline.launch.engines.ray_nodes import (
+    NodeActor,
+    RayNodes,
+    connect,
+    find_places,
+    load_values,
+    receive,
+    wait_all,
+)
 from paceline.launch.functions.call import END_S, FunctionCall, RankResults
-from paceline.ray.node import FunctionActor
+from paceline.launch.functions.node import NodeRequest, run_node
 
 _T = TypeVar("_T")
 
@@ -66,6 +74,14 @@ def run(
         return started.run(timeout.total_seconds())
 
 
+class FunctionActor(NodeActor):
+    """The actor that runs the ranks of a node, until the function ends or :meth:`stop`. It needs two threads."""
+
+    def run(self, request: NodeRequest, num_cores: int) -> tuple[int, dict[int, bytes]]:
+        """Run the ranks of a node; return as :func:`~paceline.launch.functions.node.run_node` does."""
+        return run_node(request, num_cores, lambda: not self._is_stopped.is_set())
+
+
 class _RayRun(Closing):
     """The placement group and the actors of a run. :meth:`close` removes them."""
 
@@ -75,7 +91,7 @@ class _RayRun(Closing):
         self._nodes: RayNodes | None = None
         self._actors: list[Any] = []
         self._pending: dict[Any, int] = {}
-        """The nodes whose end is unknown, by the reference to their result."""
+        """The numbers of the nodes that have not ended, by the references to their results."""
 
     def run(self, timeout_s: float) -> list[Any]:
         """Run all nodes; return the values of all ranks.

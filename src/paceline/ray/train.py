@@ -21,7 +21,7 @@ from paceline.strategies import ElasticFlags, ElasticOptions, StrategyChoice, St
 from paceline.transport import TLS, Address, make_token
 
 _START_S: Final = 300.0
-"""Time limit for the start of all workers; then at least `min_ranks` begin."""
+"""Time limit for the start of all workers. The training then begins with the workers that have started."""
 _HEARTBEAT_S: Final = 30.0
 
 
@@ -33,9 +33,9 @@ class PacelineConfig(BackendConfig):
     run``. Each worker is a rank.
 
     - `strategy`: a strategy without servers, as in ``paceline run --strategy``.
-    - `min_ranks`: continue without a worker that fails, as ``paceline run --min-ranks`` does, while at least this many
-      live. Ray replaces the worker if the trainer has a ``FailureConfig(max_failures=N)``. Without `min_ranks`, Ray
-      starts all workers again.
+    - `min_ranks`: continue without a failed worker, as ``paceline run --min-ranks`` does, while at least this many
+      workers live. Ray replaces the worker if the trainer has a ``FailureConfig(max_failures=N)``. Without `min_ranks`,
+      Ray starts all workers again.
 
     Raises UsageError for other values.
     """
@@ -96,14 +96,15 @@ class ElasticBackend(Backend):
         """The coordinator of the running training."""
         self._variables: dict[str, str] = {}
         self._num_rejected = 0
-        """The number of workers that have started after the training has failed."""
+        """The number of workers that Ray has started since the training failed."""
 
     @override
     def on_training_start(self, worker_group: Any, backend_config: PacelineConfig) -> None:
         if self.coordinator is None or _has_all_workers(worker_group):
             self._serve(backend_config.choose(len(worker_group)))
         elif self.coordinator.failure is not None:
-            # The new worker fails too. If all workers have failed, Ray starts all again. Otherwise this must end.
+            # The new worker fails too. When all workers have failed, Ray starts all of them again. If Ray replaces
+            # single workers again and again instead, end the training.
             self._num_rejected += 1
             if self._num_rejected > int(self._variables["WORLD_SIZE"]):
                 raise PeerError(f"the training has failed: {self.coordinator.failure}")
@@ -142,7 +143,7 @@ class ElasticBackend(Backend):
 
 
 class _ElasticFunction:
-    """The context of a training function. Its end is the end of the rank, although the worker's process continues."""
+    """The context of a training function. The rank ends with the function, although the worker's process continues."""
 
     def __enter__(self) -> None:
         pass

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ MODULE = "paceline.launch.engines.ray"
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
     with fake_ray([2, 2]) as fake:
-        for name in ("POLL_S", "_NOTE_S", "Ray.again_s"):
+        for name in ("POLL_S", "_NOTE_S", "Ray.retry_s"):
             monkeypatch.setattr(f"{MODULE}.{name}", 0.05)
         yield fake
 
@@ -131,6 +132,21 @@ def test_missing_resources(ray: FakeRay, capfd: pytest.CaptureFixture[str]) -> N
         run(make_engine(queue_timeout=0.2), make_role(num_cpus=3))
     assert capfd.readouterr().err.count(shortage) == 1
     assert ray.groups == []
+
+
+def test_no_wait_exceeds_the_queue_timeout(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def wait(nodes: object, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        time.sleep(timeout_s)
+        return False
+
+    monkeypatch.setattr("paceline.launch.engines.ray_nodes.RayNodes.wait_reserved", wait)
+    monkeypatch.setattr(f"{MODULE}._NOTE_S", 0.08)
+    with pytest.raises(PeerError, match="--queue-timeout 0.1 has passed"):
+        run(make_engine(queue_timeout=0.1), make_role())
+    assert sum(waits) == pytest.approx(0.1, abs=0.02)
 
 
 def test_no_cluster_answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

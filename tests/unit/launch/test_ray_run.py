@@ -22,10 +22,9 @@ def ray() -> Iterator[FakeRay]:
 
 
 def _run_ranks(monkeypatch: pytest.MonkeyPatch, run_node: Callable[..., Any], **options: Any) -> list[Any]:
-    import paceline.ray
-    import paceline.ray.node
+    import paceline.ray.running
 
-    monkeypatch.setattr(paceline.ray.node, "run_node", run_node)
+    monkeypatch.setattr(paceline.ray.running, "run_node", run_node)
     return paceline.ray.run(int, **options)
 
 

@@ -196,7 +196,7 @@ def run_elastic(status: int) -> RunEnd:
 def test_a_lost_host_of_an_elastic_role_is_started_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Ssh, "again_s", 0.1)
+    monkeypatch.setattr(Ssh, "retry_s", 0.1)
     loses = "import os\nos.chdir = lambda folder, change=os.chdir: os._exit(255) if not os.path.exists('lost') and not "
     loses += "open('lost', 'x').close() else change(folder)"
     (folder / "b.sh").write_text(replace_program(loses))
@@ -207,7 +207,7 @@ def test_a_lost_host_of_an_elastic_role_is_started_again(
 def test_a_failing_host_of_an_elastic_role_is_not_started_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Ssh, "again_s", 0.0)
+    monkeypatch.setattr(Ssh, "retry_s", 0.0)
     assert run_elastic(3) == RunEnd(0, None)
     errors = capfd.readouterr().err
     assert errors.count("host b: ranks ended with status 3; the other nodes continue") == 1, errors

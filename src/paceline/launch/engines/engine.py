@@ -6,9 +6,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from paceline.closing import Closing
 from paceline.errors import UsageError
@@ -33,7 +33,7 @@ class RunRole:
     files: tuple[str, ...] = ()
     """Files that every node needs, relative to the current folder."""
     is_elastic: bool = False
-    """Whether the processes continue without a lost node, except the first node."""
+    """Whether the processes continue if any node except the first one is lost."""
 
     def __post_init__(self) -> None:
         check_utf8(self.command)
@@ -69,6 +69,19 @@ class Placement:
     """Identifier of these launchers within the job."""
     num_ranks: tuple[int, ...] | None = None
     """Number of ranks of each launcher; None if the options set one number for all launchers."""
+
+    @classmethod
+    def on_nodes(cls, addresses: Sequence[str], number: int, job: str, **fields: Any) -> Self:
+        """Return the placement of launcher `number`. `addresses` are the addresses of all launchers' nodes."""
+        return cls(
+            launcher=number,
+            num_launchers=len(addresses),
+            local_launcher=addresses[:number].count(addresses[number]),
+            num_local_launchers=addresses.count(addresses[number]),
+            address=addresses[0],
+            job=job,
+            **fields,
+        )
 
 
 class RunEngine(ABC, Closing):

@@ -1,4 +1,4 @@
-"""The common part of engines that start one process for each node: ssh and Ray."""
+"""The common part of the engines ssh and Ray, which start the processes on each node themselves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Final, Generic, TypeVar
 
 import msgspec
 from typing_extensions import override
@@ -37,12 +37,12 @@ class NodeProcess(ABC):
 
     @abstractmethod
     def status(self) -> int | None:
-        """Return the exit status; None while the process runs or output may arrive."""
+        """Return the exit status; None until the process has ended and all its output was received."""
 
     @property
     @abstractmethod
     def loss(self) -> str | None:
-        """The reason if the connection to the process has ended before the process; None otherwise."""
+        """The reason if the connection to the process was lost; None otherwise."""
 
     def describe_end(self) -> str:
         end = self.loss or self.problem or f"{self.role.name} ended with status {self.status()}"
@@ -55,8 +55,8 @@ _Process = TypeVar("_Process", bound=NodeProcess)
 class NodeEngine(RunEngine, Generic[_Process]):
     """Waits for the ends of processes. Starts processes of elastic roles again if their nodes were lost."""
 
-    again_s: ClassVar[float]
-    """The pause before an attempt to start a process again."""
+    retry_s: ClassVar[float]
+    """The pause before each attempt to start the process of a lost node again."""
 
     def __init__(self) -> None:
         self._processes: list[_Process] = []
@@ -103,29 +103,30 @@ class NodeEngine(RunEngine, Generic[_Process]):
         end = f"{process.describe_end()}; the other nodes continue"
         if process.loss:
             self._try_later(process)
-            end += f". The next attempt to start its ranks is in {self.again_s:g} s"
+            end += f". The next attempt to start its ranks is in {self.retry_s:g} s"
         self._discard(process)
         report(end)
 
     def _try_later(self, process: _Process) -> None:
-        self._next_attempts[process] = time.monotonic() + self.again_s
+        self._next_attempts[process] = time.monotonic() + self.retry_s
 
-    def _request_of(self, process: _Process, address: str, **placement: Any) -> HostRequest:
-        """Return the request for a process. `address` is that of node 0; `placement` are other fields of Placement."""
-        number, num_nodes = process.number, process.role.num_nodes
-        place = Placement(launcher=number, num_launchers=num_nodes, address=address, job=self._job, **placement)
+    def _request_of(
+        self, process: _Process, addresses: Sequence[str], num_ranks: tuple[int, ...] | None = None
+    ) -> HostRequest:
+        """Return the request for a process, given the addresses of the role's nodes and each node's number of ranks."""
+        placement = Placement.on_nodes(addresses, process.number, self._job, num_ranks=num_ranks)
         return HostRequest(
             version=__version__,
             folder=os.getcwd(),
             files=process.role.files,
             command=process.role.command,
-            variables={**self._variables, "PACELINE_PLACEMENT": msgspec.json.encode(place).decode()},
-            first_host=address,
+            variables={**self._variables, "PACELINE_PLACEMENT": msgspec.json.encode(placement).decode()},
+            first_host=addresses[0],
         )
 
 
 def variables_of(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for the nodes, with the token. No command line contains them, because it is public."""
+    """Return the variables for the nodes, with the token. They are not in command lines, which other users can read."""
     variables = {name: value for name, value in inherited.items() if name.startswith(_PASSED_ON)}
     check_utf8([os.getcwd(), *variables.values()])
     return {**variables, "PACELINE_TOKEN": check_or_make_token(environment().token, "PACELINE_TOKEN")}

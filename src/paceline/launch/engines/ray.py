@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import shlex
@@ -24,24 +25,25 @@ from .ssh_host import CANNOT_START, GRACE_S, HostRequest, find_problem, run_comm
 
 _PAUSE_S: Final = 0.05
 _NOTE_S: Final = 5.0
-"""Time without the resources after which a note says so."""
+"""Time after which a note reports that resources are missing."""
 _START_S: Final = 120.0
 """Time limit for the start of the actors in their reserved resources."""
 _MARGIN_S: Final = 5.0
+"""Time for the replies of the actors, in addition to the time for the end of their commands."""
 
 
 class CommandActor(NodeActor):
-    """The actor of a process: runs its command, and returns its output. It needs three threads."""
+    """The actor of a process. It runs the command and returns the output. It needs three threads, one per method."""
 
     def __init__(self) -> None:
         super().__init__()
         self._grace_s = GRACE_S
         pipes = os.pipe(), os.pipe()
         self._selector = selectors.DefaultSelector()
-        for is_error, (end, _) in zip((False, True), pipes, strict=True):
-            self._selector.register(end, selectors.EVENT_READ, is_error)
-        self._inputs = [end for _, end in pipes]
-        """The ends of the pipes for output and error that the command inherits."""
+        for is_error, (read_end, _) in zip((False, True), pipes, strict=True):
+            self._selector.register(read_end, selectors.EVENT_READ, is_error)
+        self._write_ends = [write_end for _, write_end in pipes]
+        """The pipes of the command's standard output and standard error, until the command has started."""
 
     def run(self, request: HostRequest) -> tuple[int, str | None]:
         """Run a command. Return its exit status, and the reason if it cannot start."""
@@ -49,25 +51,25 @@ class CommandActor(NodeActor):
             problem = find_problem(request)
             if problem is not None:
                 return 1, problem
-            output, errors = self._inputs
+            output, errors = self._write_ends
             return run_command(request, self._wait_end, cwd=request.folder, stdout=output, stderr=errors), None
         except OSError as error:
             return CANNOT_START, f"cannot start {request.command[0]}: {error.strerror}"
         finally:
-            self._close_inputs()
+            self._close_write_ends()
 
     def _wait_end(self, _: Supervisor, child: Child) -> float:
-        self._close_inputs()  # so that the output ends with the command
+        self._close_write_ends()  # so that the output ends with the command
         while child.is_alive() and not self._is_stopped.wait(_PAUSE_S):
             pass
         return self._grace_s
 
-    def _close_inputs(self) -> None:
-        while self._inputs:
-            os.close(self._inputs.pop())
+    def _close_write_ends(self) -> None:
+        while self._write_ends:
+            os.close(self._write_ends.pop())
 
     def read(self) -> list[tuple[bool, bytes]]:
-        """Wait for output, and return it with the stream: True for standard error. Empty at the end of the output."""
+        """Wait for output. Return pairs of a stream (True: standard error) and its data; empty at the end of both."""
         output: list[tuple[bool, bytes]] = []
         while not output and self._selector.get_map():
             for key, _ in self._selector.select():
@@ -88,6 +90,8 @@ class CommandActor(NodeActor):
 class _RayProcess(NodeProcess):
     """A process of a role on a Ray node, and its actor."""
 
+    loss: str | None = None
+
     def __init__(self, role: RunRole, number: int, node: str, actor: Any) -> None:
         super().__init__(role, number, node)
         self.actor = actor
@@ -95,40 +99,31 @@ class _RayProcess(NodeProcess):
         self.exit_status: int | None = None
         self.is_read = False
         """Whether all output was received."""
-        self._loss: str | None = None
 
     @override
     def status(self) -> int | None:
         return self.exit_status if self.is_read else None
 
-    @property
-    @override
-    def loss(self) -> str | None:
-        return self._loss
-
     def end(self, result: tuple[int, str | None]) -> None:
         self.exit_status, self.problem = result
 
     def lose(self, reason: str) -> None:
-        self.exit_status, self.is_read, self._loss = 1, True, reason
-
-
-_Handler = Callable[[_RayProcess, Any], None]
+        self.exit_status, self.is_read, self.loss = 1, True, reason
 
 
 class Ray(NodeEngine[_RayProcess]):
     """Runs the roles on the cluster at RAY_ADDRESS, else on the cluster of this machine."""
 
-    again_s = 10.0
+    retry_s = 10.0
 
     def __init__(self, flags: EngineFlags) -> None:
         super().__init__()
         self._num_gpus, self._queue_timeout_s = flags.pods.gpus or 0, flags.queue_timeout
         self._screen = Screen("node {}".format)
         self._nodes: RayNodes | None = None
-        self._calls: dict[Any, tuple[_RayProcess, _Handler]] = {}
-        """The actors' calls that have not returned, with the handlers of their values."""
-        self._hosts: dict[int, str] = {}
+        self._calls: dict[Any, tuple[_RayProcess, Callable[[_RayProcess, Any], None]]] = {}
+        """The actors' calls that have not returned, with the functions that receive their values."""
+        self._addresses: dict[int, str] = {}
         """The addresses of the nodes by number."""
 
     @override
@@ -161,16 +156,18 @@ class Ray(NodeEngine[_RayProcess]):
         for role in roles:
             self._processes += [self._start(role, number) for number in range(role.num_nodes)]
         places = find_places([process.actor for process in self._processes], _START_S)
-        self._hosts = {process.number: place.address for process, place in zip(self._processes, places, strict=True)}
+        self._addresses = {
+            process.number: place.address for process, place in zip(self._processes, places, strict=True)
+        }
         for process, place in zip(self._processes, places, strict=True):
             self._run(process, place)
 
     def _wait_reserved(self, nodes: RayNodes) -> None:
-        started_s, is_reported = time.monotonic(), False
-        limit_s = self._queue_timeout_s
-        while not nodes.wait_reserved(_NOTE_S if limit_s is None else min(limit_s, _NOTE_S)):
+        limit_s = math.inf if self._queue_timeout_s is None else self._queue_timeout_s
+        deadline, is_reported = time.monotonic() + limit_s, False
+        while not nodes.wait_reserved(min(deadline - time.monotonic(), _NOTE_S)):
             text = f"Ray has not reserved the resources: {nodes.describe_shortage()}"
-            if limit_s is not None and time.monotonic() >= started_s + limit_s:
+            if time.monotonic() >= deadline:
                 raise PeerError(f"{text}. --queue-timeout {limit_s:g} has passed, and the run is cancelled")
             if not is_reported:
                 report(f"{text}; Ctrl-C cancels the run")
@@ -183,15 +180,9 @@ class Ray(NodeEngine[_RayProcess]):
         return _RayProcess(role, number, node, actor)
 
     def _run(self, process: _RayProcess, place: NodePlace) -> None:
-        process.node, number = place.name, process.number
-        self._hosts[number] = place.address
-        hosts = [self._hosts[other] for other in range(process.role.num_nodes)]
-        request = self._request_of(
-            process,
-            hosts[0],
-            local_launcher=hosts[:number].count(hosts[number]),
-            num_local_launchers=hosts.count(hosts[number]),
-        )
+        process.node, self._addresses[process.number] = place.name, place.address
+        addresses = [self._addresses[number] for number in range(process.role.num_nodes)]
+        request = self._request_of(process, addresses)
         process.has_started = True
         self._calls[process.actor.run.remote(request)] = (process, _RayProcess.end)
         self._calls[process.actor.read.remote()] = (process, self._show)
@@ -208,20 +199,20 @@ class Ray(NodeEngine[_RayProcess]):
 
     @override
     def _receive(self) -> None:
-        for (process, handle), value, problem in receive(self._calls, POLL_S):
+        for (process, take_value), value, problem in receive(self._calls, POLL_S):
             if problem is None:
-                handle(process, value)
+                take_value(process, value)
             else:
                 process.lose(problem)
 
     @override
     def _discard(self, process: _RayProcess) -> None:
         assert self._nodes is not None
-        self._nodes.kill(process.actor)  # Ray cannot reach it, but it may live
+        self._nodes.kill(process.actor)  # the actor may live although Ray cannot reach its node
 
     @override
     def _start_again(self, lost: _RayProcess) -> None:
-        """Start an actor in the same bundle, which Ray reserves on another node if it can."""
+        """Start an actor in the same bundle, which Ray moves to another node if there is room."""
         process = self._start(lost.role, lost.number, lost.node)
         self._processes.append(process)
         self._calls[process.actor.find_place.remote()] = (process, self._run)

@@ -46,7 +46,7 @@ class NodePlace:
 
 
 class NodeActor:
-    """The base class of the actors of a run. Each running call needs its own thread."""
+    """The base class of the actors of a run. An actor needs a thread for each method that runs at the same time."""
 
     def __init__(self) -> None:
         self._is_stopped = threading.Event()
@@ -69,7 +69,7 @@ class RayNodes(Closing):
 
     @classmethod
     def request(cls, bundles: Sequence[Mapping[str, float]]) -> Self:
-        """Request a bundle of resources for each node. Ray chooses different nodes if they have room, else fewer."""
+        """Request a bundle of resources for each node of the run. Ray puts bundles on one node only for lack of room."""
         return cls(placement_group([dict(bundle) for bundle in bundles], strategy="SPREAD"), bundles)
 
     def wait_reserved(self, timeout_s: float) -> bool:
@@ -93,7 +93,7 @@ class RayNodes(Closing):
         return ray.remote(max_restarts=0, **options)(actor).options(scheduling_strategy=place).remote()
 
     def kill(self, actor: Any) -> None:
-        """Kill an actor. The guard of its processes ends them."""
+        """Kill an actor. A guard process then ends the actor's processes."""
         ray.kill(actor)
 
     @property
@@ -118,7 +118,7 @@ def connect(**options: Any) -> None:
     address = os.environ.get("RAY_ADDRESS")
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     try:
-        if port.isdigit():  # ray.init would try for minutes
+        if port.isdigit():  # fail early, because ray.init retries for minutes
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
         ray.init(**options)
     except (OSError, RuntimeError, ValueError) as error:
@@ -172,5 +172,5 @@ def load_values(arguments: Iterable[Any]) -> list[Any]:
 
 
 def _reason_of(error: RayError) -> str:
-    """Return the last line of an error of Ray, which has the cause; earlier lines have tracebacks and identifiers."""
+    """Return the last line of an error of Ray, which names the cause. The lines before it are tracebacks."""
     return printable(str(error).strip().split("\n")[-1], _SHOWN_CHARS)

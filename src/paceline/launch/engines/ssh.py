@@ -87,7 +87,7 @@ class _HostProcess(NodeProcess):
         self.host = host
         self.reply: HostReply | None = None
         self._reported: int | None = None
-        """The command's exit status, which the host has reported."""
+        """The command's exit status in the host's last reply."""
         self.errors: list[bytes] = []
         """Lines on standard error before the start."""
         self.num_open = 2
@@ -142,7 +142,7 @@ class _HostProcess(NodeProcess):
 class Ssh(NodeEngine[_HostProcess]):
     """Runs processes on several hosts. All ranks connect to the first host at their start."""
 
-    again_s = 30.0
+    retry_s = 30.0
 
     def __init__(self, flags: EngineFlags) -> None:
         """Raises UsageError for an invalid list of hosts."""
@@ -217,7 +217,8 @@ class Ssh(NodeEngine[_HostProcess]):
         return replies
 
     def _host_request(self, process: _HostProcess) -> HostRequest:
-        return self._request_of(process, self._address, num_ranks=self._hosts.num_ranks)
+        names = self._hosts.names[1 : process.role.num_nodes]
+        return self._request_of(process, [self._address, *names], self._hosts.num_ranks)
 
     @override
     def _receive(self) -> None:
@@ -235,10 +236,10 @@ class Ssh(NodeEngine[_HostProcess]):
         process = self._connect(lost.role, lost.number, lost.host)
         self._processes.append(process)
         try:
-            self._exchange([process], [self._host_request(process)], self.again_s)
-            self._exchange([process], [[]], self.again_s)
+            self._exchange([process], [self._host_request(process)], self.retry_s)
+            self._exchange([process], [[]], self.retry_s)
         except UsageError as error:
-            report(f"{error}. The next attempt is in {self.again_s:g} s")
+            report(f"{error}. The next attempt is in {self.retry_s:g} s")
             self._try_later(process)
             self._processes.remove(process)
             self._discard(process)

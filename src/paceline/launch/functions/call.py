@@ -1,4 +1,4 @@
-"""The caller's part of a run that calls a function: check the request, and collect the values and failures of ranks."""
+"""The caller's part of a run that calls a function: check the call, and collect the values and failures of ranks."""
 
 from __future__ import annotations
 
@@ -75,20 +75,13 @@ class FunctionCall:
         """Return the request for each node, given the nodes' addresses."""
         return [
             NodeRequest(
-                placement=Placement(
-                    launcher=number,
-                    num_launchers=len(hosts),
-                    local_launcher=hosts[:number].count(host),
-                    num_local_launchers=hosts.count(host),
-                    address=hosts[0],
-                    job=self.job,
-                ),
+                placement=Placement.on_nodes(hosts, number, self.job),
                 num_ranks=self.num_ranks,
                 words=self.words,
                 program=self.program,
                 token=self.token,
             )
-            for number, host in enumerate(hosts)
+            for number in range(len(hosts))
         ]
 
 
@@ -121,7 +114,7 @@ class RankResults:
                 cause = error
             self._add(RankFailure(rank, 1, tuple(text.encode().splitlines())), cause)
         silent = [rank for rank in self._ranks_of(number) if rank not in reports]
-        if silent and (status != 1 or not self._failures):  # 1: the status of a rank that has raised
+        if silent and (status != 1 or not self._failures):  # the status is 1 if a rank has raised an exception
             text = f"{name_ranks(silent)} on the {node} {describe_status(status)}, and returned no value"
             self._add(RankFailure(silent[0], status, ()), PeerError(f"{text}. See the output of the ranks"))
 

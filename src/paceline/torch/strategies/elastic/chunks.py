@@ -1,4 +1,4 @@
-"""The tensors of a training's state, and their division into chunks that are sent one after the other."""
+"""The tensors of a training's state, and their division into chunks for the transfer to newcomers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from paceline.kernels.checksum import xxh64
 from paceline.protocol.healing import divide_state
 from paceline.torch.strategies.base import Strategy, state_of
 
-_WORDS_BYTES: Final = 32
-"""The number of bytes of a checksum's data must be a multiple of this."""
+_CHECKSUM_BYTES: Final = 32
+"""The kernel of the checksum accepts only multiples of this number of bytes."""
 _LEAST_BYTES: Final = 1 << 16
-"""Smaller tensors of registered states, such as a generator's state, are in no family."""
+"""Tensors of registered states with fewer bytes, such as a generator's state, are in no family."""
 
 
 class StateTensors:
     """The tensors of one rank's state: of the model, the optimizers and the registered states.
 
     A *family* has tensors with equal numbers of elements, such as a parameter and its entries in the optimizer's state.
-    Families are divided into chunks. Tensors in no family are small.
+    Families are divided into chunks. The other tensors, which are usually small, are in no chunk.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -33,16 +33,16 @@ class StateTensors:
         self.registered, registered = strategy.registered.encode()
         """The registered states without their tensors."""
         self.by_name: dict[str, torch.Tensor] = {}
-        """Tied parameters have only the first name."""
+        """All tensors. A tied parameter has only its first name."""
         self.options: list[Any] = []
-        """Other values in the optimizers' states: number of the optimizer, number of the parameter, key and value."""
+        """Optimizer state that is not a tensor: number of the optimizer, number of the parameter, key and value."""
         families: dict[Any, list[str]] = {}
         for name, tensor in state_of(strategy.module).items():
-            place = _place(tensor)
-            if place not in families:
+            memory = _memory_key(tensor)
+            if memory not in families:
                 self.by_name[f"model/{name}"] = tensor
                 if _is_dense(tensor):
-                    families[place] = [f"model/{name}"]
+                    families[memory] = [f"model/{name}"]
         for number, index, parameter in self._parameters():
             for key, value in strategy.optimizers[number].state.get(parameter, {}).items():
                 if not isinstance(value, torch.Tensor):
@@ -50,7 +50,7 @@ class StateTensors:
                     continue
                 self.by_name[f"optimizer/{number}/{index}/{key}"] = value
                 if _is_dense(value) and value.numel() == parameter.numel():
-                    families.setdefault(_place(parameter), []).append(f"optimizer/{number}/{index}/{key}")
+                    families.setdefault(_memory_key(parameter), []).append(f"optimizer/{number}/{index}/{key}")
         for name, tensor in registered.items():
             self.by_name[f"registered/{name}"] = tensor
             if _is_dense(tensor) and tensor.nbytes >= _LEAST_BYTES:
@@ -61,41 +61,42 @@ class StateTensors:
         """The names of the tensors in no family."""
 
     def _parameters(self) -> Iterable[tuple[int, int, torch.nn.Parameter]]:
-        """Yield the number of the optimizer, and number and value of the parameter, as in the optimizer's state."""
+        """Yield each optimizer's number with the number and the value of each of its parameters."""
         for number, optimizer in enumerate(self._strategy.optimizers):
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
             yield from ((number, index, parameter) for index, parameter in enumerate(parameters))
 
     def describe(self) -> dict[str, Any]:
         """Return the types of all tensors, and the other values, for :meth:`adopt` on a newcomer."""
-        described = {
-            name: [str(each.dtype).removeprefix("torch."), [*each.shape], [*each.stride()], each.is_cpu]
-            for name, each in self.by_name.items()
+        types = {
+            name: [str(tensor.dtype).removeprefix("torch."), [*tensor.shape], [*tensor.stride()], tensor.is_cpu]
+            for name, tensor in self.by_name.items()
         }
         return {
-            "tensors": described, "families": self.families, "rest": sorted(self.rest), "options": self.options,
+            "tensors": types, "families": self.families, "rest": sorted(self.rest), "options": self.options,
             "registered": self.registered, "sizes": self.chunks().sizes,
         }  # fmt: skip
 
     def adopt(self, description: dict[str, Any]) -> None:
-        """Create the described tensors that this rank lacks, with undefined values. Drop other entries of optimizers.
+        """Create the described tensors that this rank lacks, with undefined values. Drop other optimizer state.
 
-        New tensors of registered states are not part of the state.
+        Created tensors of registered states only store the received values.
         """
         self.families, self.rest = description["families"], {*description["rest"]}
         parameters = {(number, index): parameter for number, index, parameter in self._parameters()}
-        states: dict[tuple[int, int], dict[str, Any]] = {place: {} for place in parameters}
+        states: dict[tuple[int, int], dict[str, Any]] = {key: {} for key in parameters}
         for number, index, key, value in description["options"]:
             states[number, index][key] = value
-        own, self.by_name = self.by_name, {}
+        own_tensors, self.by_name = self.by_name, {}
         for name, (dtype, shape, strides, is_cpu) in description["tensors"].items():
             kind, _, path = name.partition("/")
-            tensor = own.get(name)
+            tensor = own_tensors.get(name)
             dtype = getattr(torch, dtype)
             if tensor is None or (tensor.dtype, [*tensor.shape], [*tensor.stride()]) != (dtype, shape, strides):
                 if kind == "model":
                     raise UsageError(
-                        f"the model of this rank has no parameter or buffer {path!r} as on the other ranks"
+                        f"the parameter or buffer {path!r} of rank 0 is missing or different in the model of this rank. "
+                        "Create the same model on all ranks"
                     )
                 device = torch.device("cpu") if kind == "registered" or is_cpu else self._strategy.storage
                 tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -104,10 +105,10 @@ class StateTensors:
                 optimizer, parameter, key = path.split("/", 2)
                 states[int(optimizer), int(parameter)][key] = tensor
         for (number, index), state in states.items():
-            found = self._strategy.optimizers[number].state
-            found.pop(parameters[number, index], None)
+            optimizer_state = self._strategy.optimizers[number].state
+            optimizer_state.pop(parameters[number, index], None)
             if state:
-                found[parameters[number, index]] = state
+                optimizer_state[parameters[number, index]] = state
 
     def chunks(self) -> StateChunks:
         return StateChunks([[self.by_name[name] for name in family] for family in self.families])
@@ -117,7 +118,7 @@ class StateChunks:
     """The memory of families of tensors, divided into chunks."""
 
     def __init__(self, families: Sequence[Sequence[torch.Tensor]]) -> None:
-        self._families = [[(_memory_of(each), each.element_size()) for each in family] for family in families]
+        self._families = [[(_memory_of(tensor), tensor.element_size()) for tensor in family] for family in families]
         item_bytes = [[size for _, size in family] for family in self._families]
         lengths = [family[0].numel() for family in families]
         self._chunks = [*divide_state([*zip(lengths, map(max, item_bytes), strict=True)])]
@@ -146,18 +147,18 @@ class StateChunks:
 
 
 def _checksum(parts: Iterable[torch.Tensor]) -> int:
-    found: list[int] = []
+    checksums: list[int] = []
     for part in parts:
         data = part.cpu().numpy()
-        whole = len(data) - len(data) % _WORDS_BYTES
-        tail = np.zeros(_WORDS_BYTES, np.uint8)
+        whole = len(data) - len(data) % _CHECKSUM_BYTES
+        tail = np.zeros(_CHECKSUM_BYTES, np.uint8)
         tail[: len(data) - whole] = data[whole:]
-        words = [each.view(np.uint64) for each in (data[:whole], tail) if len(each)]
-        found += [xxh64(each if each.flags.aligned else each.copy()) for each in words]
-    return int(xxh64(np.array(found + [0] * (-len(found) % 4), np.uint64)))
+        arrays = [array.view(np.uint64) for array in (data[:whole], tail) if len(array)]
+        checksums += [xxh64(array if array.flags.aligned else array.copy()) for array in arrays]
+    return int(xxh64(np.array(checksums + [0] * (-len(checksums) % 4), np.uint64)))
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
@@ -167,5 +168,5 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a dense tensor. Writing them does not disturb a backward pass that is not over."""
+    """Return the bytes of a dense tensor, by its `data`: a write then causes no error in an unfinished backward pass."""
     return torch.as_strided(tensor.data, (tensor.numel(),), (1,)).view(torch.uint8)

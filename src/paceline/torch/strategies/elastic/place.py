@@ -18,7 +18,7 @@ from paceline.transport import TLS, Address
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticPlace:
-    """The coordinator, the unique number (incarnation) of this process, and the options of the training."""
+    """The address of the coordinator, the number (incarnation) of this process, and the options of the training."""
 
     address: Address
     token: str

@@ -56,28 +56,28 @@ class StateTransfer:
         self._part: tuple[int, int, int] | None = None
         """First chunk, end, and number of bytes of the next part; None if newcomers receive everything."""
         self._description: dict[str, Any] | None = None
-        """The description that a newcomer has received and not loaded."""
+        """The last description that a newcomer has received, until :meth:`load`."""
         self._rest: list[torch.Tensor] = []
-        """The values of the tensors that are in no chunk."""
+        """The received values of the tensors that are in no chunk."""
         self._has_positions = False
-        """Whether a newcomer has received the positions of the loaders, which it then updates itself."""
+        """Whether a newcomer has received the positions of the loaders. From then on, it updates them itself."""
 
     def share(self, group: Group, *, is_urgent: bool) -> bool:
         """Choose the next part, or give the whole state to the newcomers. Return whether newcomers have the state.
 
-        All ranks must make this call, and repeat it after a failure. For the options, see
-        :func:`paceline.protocol.healing.next_part`.
+        All ranks must make this call, and repeat it after a failure. If `is_urgent`, the newcomers receive the whole
+        state.
         """
-        shown = [each for each in group.all_gather_objects(self._progress) if each is not None]
-        progress = [msgspec.convert(each, register_type(HealingProgress)) for each in shown]
+        reports = [report for report in group.all_gather_objects(self._progress) if report is not None]
+        progress = [msgspec.convert(report, register_type(HealingProgress)) for report in reports]
         header: list[Any] | None = None
         if group.rank == 0:
             self._tensors = StateTensors(self._strategy)
             self._chunks = self._tensors.chunks()
             part = next_part(progress, self._chunks.sizes, is_urgent=is_urgent)
-            place = None if part is None else [part.start, part.stop, self._chunks.num_bytes(part)]
-            has_description = part is None or any(each.num_received is None for each in progress)
-            header = [place, {**self._tensors.describe(), "values": self.describe()} if has_description else None]
+            fields = None if part is None else [part.start, part.stop, self._chunks.num_bytes(part)]
+            has_description = part is None or any(newcomer.num_received is None for newcomer in progress)
+            header = [fields, {**self._tensors.describe(), "values": self.describe()} if has_description else None]
         self._part, description = group.broadcast_object(header, root=0)
         if description is not None:
             self._share_description(group, description)
@@ -86,7 +86,7 @@ class StateTransfer:
         return self._part is None
 
     def _share_description(self, group: Group, description: dict[str, Any]) -> None:
-        """Share the tensors that are in no chunk. Newcomers create their tensors."""
+        """Send the tensors that are in no chunk to all ranks. Newcomers create the described tensors."""
         if group.rank == 0:
             assert self._tensors is not None
             rest = [self._tensors.by_name[name] for name in description["rest"]]
@@ -102,12 +102,12 @@ class StateTransfer:
 
     def _share_differences(self, group: Group, progress: list[HealingProgress], sizes: list[int]) -> None:
         """Send the chunks that differ between rank 0 and a newcomer."""
-        count = min(max(each.num_received or 0 for each in progress), len(sizes))
-        own = np.zeros(count, np.uint64) if self._chunks is None else self._chunks.checksums(count)
-        right = group.broadcast(own.copy(), root=0) if count else own
-        differs = np.zeros(len(sizes))  # with the dtype of a vote, whose kernel is already loaded
+        count = min(max(newcomer.num_received or 0 for newcomer in progress), len(sizes))
+        checksums = np.zeros(count, np.uint64) if self._chunks is None else self._chunks.checksums(count)
+        root_checksums = group.broadcast(checksums.copy(), root=0) if count else checksums
+        differs = np.zeros(len(sizes))  # float64, as in votes, because the kernel for this dtype is already loaded
         if self._progress is not None:
-            differs[:count] = own != right
+            differs[:count] = checksums != root_checksums
             differs[self._progress.num_received or 0 :] = 1
         numbers = np.flatnonzero(group.all_reduce(differs, "max")).tolist()
         for part in split_into_parts(numbers, sizes):
@@ -129,7 +129,7 @@ class StateTransfer:
         elif self._chunks.num_bytes(range(first, end)) == num_bytes:
             message = torch.empty(num_bytes, dtype=torch.uint8)
             group.receive_part(message, partial(self._load_part, message, first, end))
-        else:  # the optimizer of the other ranks has created tensors
+        else:  # the other ranks' optimizers have created tensors since the description
             self._progress = HealingProgress()
 
     def _load_part(self, message: torch.Tensor, first: int, end: int, waited_s: float) -> None:
@@ -158,7 +158,7 @@ class StateTransfer:
         )
 
     def load(self) -> None:
-        """On a newcomer, load the values that :meth:`share` has received, except chunks, which are in place."""
+        """On a newcomer, load the values that :meth:`share` has received. Chunks need no load, they are in place."""
         description, self._description = self._description, None
         if description is None:
             return
@@ -180,15 +180,15 @@ class StateTransfer:
                 loader.load_state_dict(position)
 
     def _load_registered(self, tensors: StateTensors, description: dict[str, Any]) -> None:
-        """Load registered states, except states that are in place, and states of which chunks are missing."""
+        """Load the registered states, unless their tensors are in place or some of their chunks are missing."""
         registered, states = self._strategy.registered, description["registered"]
         registered.check_complete(states)
-        own, own_tensors = registered.encode()
+        own_states, own_tensors = registered.encode()
         for name, state in states.items():
             paths = [path for path in tensors.by_name if path.startswith(f"registered/{name}/")]
-            found = {path.removeprefix("registered/"): tensors.by_name[path] for path in paths}
-            is_in_place = own.get(name) == state and all(
-                tensor.data_ptr() == own_tensors[path].data_ptr() for path, tensor in found.items()
+            received = {path.removeprefix("registered/"): tensors.by_name[path] for path in paths}
+            is_in_place = own_states.get(name) == state and all(
+                tensor.data_ptr() == own_tensors[path].data_ptr() for path, tensor in received.items()
             )
             if not is_in_place and (self._part is None or tensors.rest.issuperset(paths)):
-                registered.load({name: from_json(state)}, found)
+                registered.load({name: from_json(state)}, received)

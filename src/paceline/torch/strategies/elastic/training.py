@@ -18,7 +18,7 @@ from paceline.torch.strategies.loaders import Loader
 
 
 class ElasticTraining:
-    """Connects a rank's training loop with the elastic group: ranks, steps, and the transfer of the state."""
+    """Connects a rank's training loop to the elastic group."""
 
     def __init__(self, strategy: Strategy, group: ElasticGroup, steps: ElasticSteps) -> None:
         self._strategy = strategy
@@ -29,7 +29,7 @@ class ElasticTraining:
         self._transfer: StateTransfer | None = None
         """Receives the state, until this process has it."""
         self._has_just_joined = False
-        """Whether this process has joined between the same two steps."""
+        """Whether this process has joined and not begun a step since."""
         self.has_computed_alone = False
         """Whether this process, as a newcomer, has computed a batch alone."""
 
@@ -63,10 +63,7 @@ class ElasticTraining:
             self._group.mark(self._epoch_key(loader, epoch))
 
     def join(self, loader: Loader, epoch: int) -> bool:
-        """Join the other ranks; return False if the other ranks are in a later epoch.
-
-        Ends the process if the training has ended.
-        """
+        """Join the other ranks; return False if they are in a later epoch. Ends the process if the training has ended."""
         if self._group.is_marked(self._epoch_key(loader, epoch + 1)):
             return False
         load_kernels()
@@ -91,8 +88,8 @@ class ElasticTraining:
     def admit_newcomers(self, epoch: int) -> bool:
         """Between two steps, let waiting processes join, and exclude a straggler, which then computes alone.
 
-        Processes without the training's state receive a part of it. Every rank must call this method before each batch
-        of the training data. Return whether the quorum has changed.
+        Send a part of the training's state to processes that do not have it. Every rank must call this method before
+        each batch of the training data. Return whether the quorum has changed.
         """
         if self._has_just_joined:
             self._has_just_joined = False
