@@ -114,7 +114,7 @@ class ElasticGroup(Closing):
         self.step_times = step_times
         self.balance = balance
         self.straggler: int | None = None
-        """The slow rank that must call :meth:`pause` when the other ranks call :meth:`admit`; None if no rank is slow."""
+        """The slow rank, which must call :meth:`pause` when the other ranks call :meth:`admit`; None without one."""
         self._limit_s = 0.0
         """A paused straggler may join again when its steps take at most this many seconds; 0 if not paused."""
         self._busy_s = 0.0
@@ -275,7 +275,7 @@ class ElasticGroup(Closing):
         return not is_complete and self._has_voted
 
     def send_part(self, message: Any) -> None:
-        """Start to send a part of the state to every newcomer. After a failure, the next exchange starts a new quorum."""
+        """Start to send a part of the state to every newcomer. A failure lets the next exchange form a new quorum."""
         with contextlib.suppress(CollectiveError):
             for rank in range(self._num_ready, self.size):
                 self._group.send_async(message, rank, tag=self._rules.step)

@@ -144,7 +144,7 @@ def test_no_wait_exceeds_the_queue_timeout(ray: FakeRay, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("paceline.launch.engines.ray_nodes.RayNodes.wait_reserved", wait)
     monkeypatch.setattr(f"{MODULE}._NOTE_S", 0.08)
-    with pytest.raises(PeerError, match="--queue-timeout 0.1 has passed"):
+    with pytest.raises(PeerError, match=r"--queue-timeout 0\.1 has passed"):
         run(make_engine(queue_timeout=0.1), make_role())
     assert sum(waits) == pytest.approx(0.1, abs=0.02)
 

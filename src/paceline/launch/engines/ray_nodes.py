@@ -69,7 +69,7 @@ class RayNodes(Closing):
 
     @classmethod
     def request(cls, bundles: Sequence[Mapping[str, float]]) -> Self:
-        """Request a bundle of resources for each node of the run. Ray puts bundles on one node only for lack of room."""
+        """Request a bundle of resources for each node. If there is room, Ray puts all bundles on different nodes."""
         return cls(placement_group([dict(bundle) for bundle in bundles], strategy="SPREAD"), bundles)
 
     def wait_reserved(self, timeout_s: float) -> bool:

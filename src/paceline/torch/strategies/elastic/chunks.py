@@ -95,7 +95,7 @@ class StateTensors:
             if tensor is None or (tensor.dtype, [*tensor.shape], [*tensor.stride()]) != (dtype, shape, strides):
                 if kind == "model":
                     raise UsageError(
-                        f"the parameter or buffer {path!r} of rank 0 is missing or different in the model of this rank. "
+                        f"the model of this rank has not the same parameter or buffer {path!r} as that of rank 0. "
                         "Create the same model on all ranks"
                     )
                 device = torch.device("cpu") if kind == "registered" or is_cpu else self._strategy.storage
@@ -168,5 +168,5 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a dense tensor, by its `data`: a write then causes no error in an unfinished backward pass."""
+    """Return the bytes of a dense tensor. A write to them causes no error in an unfinished backward pass."""
     return torch.as_strided(tensor.data, (tensor.numel(),), (1,)).view(torch.uint8)

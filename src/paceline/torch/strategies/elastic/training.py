@@ -63,7 +63,7 @@ class ElasticTraining:
             self._group.mark(self._epoch_key(loader, epoch))
 
     def join(self, loader: Loader, epoch: int) -> bool:
-        """Join the other ranks; return False if they are in a later epoch. Ends the process if the training has ended."""
+        """Join the other ranks; return False if they are in a later epoch. End the process after the training."""
         if self._group.is_marked(self._epoch_key(loader, epoch + 1)):
             return False
         load_kernels()
