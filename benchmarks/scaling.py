@@ -5,10 +5,11 @@
 
 The hosts are network namespaces, like those of ``hosts.py``. Each host runs one rank with ``paceline run``, and, for
 strategies with servers, one server. The model is a perceptron with `megabytes` of parameters and one row per step,
-so that the network takes almost all of the time. The limit is the time that a host needs for the bytes that it must
-send: 2 (p - 1) / p n / B for all-reduce, and the same for parameter servers on all p hosts, which send their share of
-the gradients and receive their share of the parameters. ``sharded`` also sends the parameters in forward and backward:
-its limit is 3 (p - 1) / p n / B. Needs root, iproute2 and the kernel's tbf.
+so that the network takes almost all of the time. The limit is the time that a host's link needs for the bytes that the
+host must send. With p hosts, n bytes of parameters and B bytes/s, the limit is 2 (p - 1) / p n / B for all-reduce. It
+is the same for parameter servers: a rank sends gradients to the p - 1 other servers, and a server sends parameters to
+the p - 1 other ranks. ``sharded`` gathers the parameters twice and reduces the gradients once: 3 (p - 1) / p n / B.
+Needs root, iproute2 and the kernel's tbf.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WARM_UP = 2
 
 
 def run_rank(megabytes: float, steps: int, report: Path) -> None:
-    """Train under the strategy of ``paceline run``. Rank 0 writes the seconds of each step."""
+    """Train with the strategy of ``paceline run``. Rank 0 writes the seconds of each step."""
     import torch
     from torch import nn
 
@@ -80,21 +81,21 @@ def measure(strategy: str, num_hosts: int, mbit: int, options: argparse.Namespac
                 launcher.wait()
         if any(statuses):
             sys.exit(f"scaling.py: {strategy} on {num_hosts} hosts failed; see the output above")
-        found = json.loads(report.read_text())
+        result = json.loads(report.read_text())
     rounds = 3 if strategy == "sharded" else 2
-    limit_s = rounds * (num_hosts - 1) / num_hosts * found["bytes"] * 8 / (mbit * 1e6)
+    limit_s = rounds * (num_hosts - 1) / num_hosts * result["bytes"] * 8 / (mbit * 1e6)
     return {
         "strategy": strategy,
         "hosts": num_hosts,
         "mbit": mbit,
-        "bytes": found["bytes"],
-        "step_s": statistics.median(found["seconds"]),
+        "bytes": result["bytes"],
+        "step_s": statistics.median(result["seconds"]),
         "limit_s": limit_s,
     }
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print a line of the table."""
+    """Print a row of the table."""
     ratio = f"{result['step_s'] / result['limit_s']:9.2f}x" if result["limit_s"] else ""
     times = f"{1e3 * result['step_s']:8.0f} ms{1e3 * result['limit_s']:8.0f} ms"
     print(f"{result['strategy']:<18}{result['hosts']:>5}{result['mbit']:>7}{times}{ratio}", flush=True)

@@ -177,7 +177,8 @@ def coordinator(
     max_ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Begin with this many ranks. No more take part. Default: begin with --min-ranks, no limit."
+            min=1,
+            help="Start with this many ranks, and accept no more. Default: start with --min-ranks, without a limit.",
         ),
     ] = None,
     host: Host = "127.0.0.1",
@@ -185,7 +186,7 @@ def coordinator(
     wait: Annotated[
         float,
         typer.Option(
-            min=0, help="Seconds to wait for --max-ranks after the first rank; then at least --min-ranks begin."
+            min=0, help="Seconds to wait for --max-ranks ranks after the first rank. Then --min-ranks suffice."
         ),
     ] = 300.0,
     heartbeat_timeout: Annotated[

@@ -1,4 +1,4 @@
-"""The part of a run on a Dask worker: a task that runs a node, until its end or until the task is cancelled."""
+"""A Dask task that runs one node of a run, until the ranks have ended or the task is cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a function on Dask's workers: one task per node, whose ends and failures this module collects."""
+"""Run a function on Dask's workers, with one task per node, and collect the results and failures of the tasks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(
 ) -> list[_T]:
     """Call ``function(*arguments)`` on every rank of a run; return the values of all ranks, by rank.
 
-    Each of the Dask workers is a node with `nproc_per_node` ranks, which are new processes. In the function,
+    Each Dask worker is a node with `nproc_per_node` ranks, which are new processes. In the function,
     ``paceline.torch.strategy()`` and ``paceline.collectives.init()`` work as under ``paceline run``.
 
     - `num_nodes`: number of workers; default: all.

@@ -34,10 +34,10 @@ def run_coordinator(
 ) -> None:
     """Serve the coordinator until the training has ended on all ranks.
 
-    The training begins with `max_ranks` ranks, or, `start_timeout_s` seconds after the first rank, with those that are
-    present. Without `max_ranks` it begins with ``--min-ranks`` ranks, and any number may join later. A rank without a
-    message for `timeout_s` seconds is lost. Calls `on_ready` with the address for the ranks, and `on_note` with notes
-    for the user.
+    The training begins with `max_ranks` ranks. If ranks are missing `start_timeout_s` seconds after the first rank, it
+    begins with the present ranks. Without `max_ranks`, it begins with ``--min-ranks`` ranks, and any number of ranks
+    may join later. A rank without a message for `timeout_s` seconds is lost. Calls `on_ready` with the address for the
+    ranks, and `on_note` with notes for the user.
 
     Raises UsageError for wrong options and without a token, AddressError if the address is not free, and PeerError if
     the training fails.
@@ -79,7 +79,7 @@ def start_coordinator(
     start_timeout_s: float,
     timeout_s: float,
 ) -> CoordinatorServer:
-    """Start a coordinator for ranks that are their own launchers; the numbers are as for :func:`run_coordinator`.
+    """Start a coordinator for ranks that start without ``paceline run``, as described for :func:`run_coordinator`.
 
     Raises AddressError if the address is not free.
     """

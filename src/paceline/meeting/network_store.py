@@ -276,12 +276,12 @@ class NetworkStore(Store):
         self.call(StoreCall.DELETE, self._answer_s, meta=msgspec.msgpack.encode(StoreRequest(key)))
 
     def disown(self) -> None:
-        """In a forked child, close its copies of the connections, so that they end with the parent."""
+        """In a forked child, close the copies of the connections, so that the connections end with the parent."""
         self._is_closed = True
         null = os.open(os.devnull, os.O_RDWR)
         for number in [channel.fileno() for channel in (*self._idle, *self._busy)]:
             if number >= 0:
-                os.dup2(null, number, inheritable=False)  # os.close() would free the number that the channel still has
+                os.dup2(null, number, inheritable=False)  # os.close() would free a number that the channel still uses
         os.close(null)
 
     @override

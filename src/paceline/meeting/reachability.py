@@ -1,4 +1,4 @@
-"""Check that the hosts of a program reach one another, before the ranks connect and before they train."""
+"""Check that the hosts of a program can connect to one another, before all ranks connect."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from paceline.transport.client import open_socket, shut
 _CONNECT_S: Final = 5.0
 _MAX_THREADS: Final = 32
 _MAX_PAIRS: Final = 8
-"""The number of pairs of hosts in an error message."""
+"""The largest number of pairs of hosts in an error message."""
 _VERDICT: Final = "verdict"
 
 
 class _Unreachable(msgspec.Struct, frozen=True, array_like=True):
-    """A host that refuses connections or does not answer. `rank` is the first rank on this host."""
+    """A host to which the sender cannot connect. `rank` is the first rank on this host."""
 
     rank: int
     error: str
 
 
 class _Report(msgspec.Struct, frozen=True, array_like=True):
-    """The hosts that the sender's host cannot reach."""
+    """The result of the check on one host."""
 
     unreachable: tuple[_Unreachable, ...]
 
@@ -82,7 +82,7 @@ def _await(world: World, store: PrefixStore, keys: dict[int, str], deadline: flo
 
 
 def _describe(infos: Sequence[NodeInfo], hosts: dict[int, list[int]], reports: dict[int, _Report]) -> str:
-    """Return an error message that names the pairs of hosts; empty if there are none."""
+    """Return an error message with the pairs of hosts that cannot connect; empty if there are none."""
 
     def name(rank: int) -> str:
         return f"{infos[rank].endpoint.tcp.host} ({name_ranks(hosts[rank])})"

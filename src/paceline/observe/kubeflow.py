@@ -26,9 +26,9 @@ _SHOWN_CHARS: Final = 400
 
 
 class KubeflowStatus(Closing):
-    """Sends the newest progress every ten seconds in a thread, and at the end. Thread-safe.
+    """Sends the newest progress in a thread, every ten seconds and at the end. Thread-safe.
 
-    Nothing is sent outside of a TrainJob. Failed requests do not disturb the training: `warn` receives the first
+    Nothing is sent outside of a TrainJob. After a failed request the training continues: `warn` receives the first
     failure, and the next request contains the newest progress.
     """
 
@@ -45,9 +45,9 @@ class KubeflowStatus(Closing):
         self._thread: threading.Thread | None = None
 
     def update(self, done: float | None = None, metrics: Mapping[str, Any] | None = None) -> None:
-        """Set the finished fraction `done` (from 0 to 1) and numbers or texts to show. Other values remain as before.
+        """Set the finished fraction `done` (from 0 to 1), and numbers or texts by name. Other values do not change.
 
-        It may be called frequently, because it costs little time.
+        Frequent calls are allowed, because a call takes little time.
         """
         if self._url is None:
             return

@@ -68,7 +68,7 @@ ELASTIC_ADVICE: Final = (
 
 
 def is_elastic(variables: Environment) -> bool:
-    """Return whether the environment has a coordinator: the launcher's, or that of ``paceline coordinator``."""
+    """Return whether the environment has a coordinator, of ``paceline run`` or of ``paceline coordinator``."""
     return ElasticOptions.of_environment(variables) is not None or variables.coordinator is not None
 
 

@@ -47,7 +47,7 @@ def is_url(path: str | Path) -> bool:
 
 
 def full_path(path: str | Path) -> str:
-    """Return a file's name in a form that other processes can use."""
+    """Return the URL, or the absolute path of a file, for processes with another current folder."""
     return str(path) if is_url(path) else os.path.abspath(path)
 
 
@@ -72,13 +72,13 @@ def stat_url(url: str) -> FileStatus:
 
 
 def open_url(url: str) -> RemoteFile:
-    """Open a file for readers of small pieces, such as Parquet's. They profit from a cache."""
+    """Open a file with a cache that reads ahead, for many small reads as of Parquet files."""
     with _data_errors(url):
         return RemoteFile(url, cache="readahead")
 
 
 def expand_url(pattern: str) -> list[str]:
-    """Return the URLs that match a pattern, or a URL without a pattern. Raises DataError if none matches."""
+    """Return the URLs that match a pattern, or a URL that is no pattern. Raises DataError if nothing matches."""
     from glob import has_magic
 
     if not has_magic(_URL.sub("", pattern)):
@@ -183,7 +183,7 @@ class UrlStream:
         return count
 
     def _read_block(self) -> bytes:
-        """Return the next block. After the first block since a seek no other is read, because it may be the last."""
+        """Return the next block, and start to read the block after it. After a seek, read only one block at first."""
         if self._next is None:
             data = self._file.read(_BLOCK_BYTES if self._is_sequential else _FIRST_BLOCK_BYTES) or b""
         else:

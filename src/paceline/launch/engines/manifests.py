@@ -29,7 +29,7 @@ CONTAINER: Final = "node"
 STATUSES_OF_SIGNALS: Final = (137, 143)
 """Exit statuses of containers that were killed or asked to end."""
 _NUM_REPLACEMENTS: Final = 10
-"""How often a pod of an elastic run is replaced, on average, if Kubernetes did not remove the pod itself."""
+"""The largest average number of replacements of a pod in an elastic run, without pods that Kubernetes has removed."""
 _TLS_FOLDER: Final = "/etc/paceline/tls"
 _TLS_FILES: Final = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}  # those of cert-manager
 _GRACE_S: Final = 600
@@ -201,7 +201,7 @@ def format_manifests(manifests: Sequence[Manifest]) -> str:
 def _elastic_policies() -> dict[str, Any]:
     """Return the policies of a Job that continues without lost pods and replaces them. Needs Kubernetes 1.31.
 
-    The result of the Job is that of node 0. Pods that Kubernetes removes from a node do not count as failed.
+    The result of the Job is that of pod 0. Pods that Kubernetes removes from a node are not counted as failed.
     """
     codes = {"containerName": CONTAINER, "operator": "NotIn", "values": [LOST_NODE_STATUS, *STATUSES_OF_SIGNALS]}
     rules = [

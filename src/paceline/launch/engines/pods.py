@@ -69,10 +69,10 @@ def read_pod(manifest: Mapping[str, Any]) -> Pod:
 
 
 def _failure_order(pod: Pod) -> tuple[bool, str, bool]:
-    """Return a key by which the pod that caused the failure is the first one.
+    """Return a key that sorts the pod that caused the failure first.
 
-    Other launchers of an elastic run end before that of node 0. Kubernetes kills the other pods, perhaps in the same
-    second, so prefer a status that is not a signal.
+    In an elastic run, other launchers may end before the launcher of node 0, which caused the failure. Kubernetes kills
+    the other pods, perhaps in the same second, so prefer a status that is not a signal.
     """
     return pod.status == LOST_NODE_STATUS, pod.finished or "~", pod.status in STATUSES_OF_SIGNALS
 

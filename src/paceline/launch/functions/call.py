@@ -30,7 +30,7 @@ END_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCall:
-    """A call of a function on every rank of a run."""
+    """A checked and pickled call of a function on every rank of a run."""
 
     num_ranks: int
     """Number of ranks on each node."""
@@ -53,7 +53,7 @@ class FunctionCall:
         strategy: str | None,
         servers: int | None,
     ) -> Self:
-        """Check and pickle a call. Raises UsageError."""
+        """Check the options and pickle the function. Raises UsageError."""
         options = RunOptions(strategy=strategy, nproc_per_node=nproc_per_node, servers=servers)
         plan_roles(replace(options, nnodes=num_nodes))
         try:
@@ -119,7 +119,7 @@ class RankResults:
             self._add(RankFailure(silent[0], status, ()), PeerError(f"{text}. See the output of the ranks"))
 
     def add_loss(self, number: int, reason: str) -> None:
-        """Record that a node or its worker has failed."""
+        """Record that a node, or the worker of Dask on the node, has failed."""
         self._living.discard(number)
         error = PeerError(f"the {self._nodes[number]} has failed: {reason}")
         self._add(RankFailure(self._ranks_of(number)[0], -1, ()), error)

@@ -1,4 +1,4 @@
-"""The part of a run in a worker of another system: start ``paceline run``, and end it if it is no longer needed."""
+"""Run one node of a run in a worker of Dask or Ray: start ``paceline run``, and end it when it is not needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POLL_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRequest:
-    """A node of a run. The representation hides the token, because other systems log the arguments of calls."""
+    """The work of one node. The representation hides the token, because Dask and Ray log the arguments of calls."""
 
     placement: Placement
     num_ranks: int
@@ -45,7 +45,7 @@ def run_node(request: NodeRequest, num_cores: int, is_needed: Callable[[], bool]
     """
     environment = {
         **os.environ,
-        # Dask and Ray set the number of threads to 1.
+        # Dask and Ray set these variables to 1.
         **dict.fromkeys(THREAD_VARIABLES, str(max(num_cores // request.num_ranks, 1))),
         "PACELINE_PLACEMENT": msgspec.json.encode(request.placement).decode(),
         "PACELINE_TOKEN": request.token,

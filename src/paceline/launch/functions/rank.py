@@ -18,7 +18,7 @@ from paceline.environment import environment
 from paceline.errors import UsageError, first_line
 
 PROGRAM: Final = "program"
-"""File with the worker's search path of modules, and the pickled function with its arguments."""
+"""File with ``sys.path`` of the worker, and the pickled function with its arguments."""
 REPORT_SUFFIX: Final = ".report"
 
 

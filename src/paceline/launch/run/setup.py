@@ -332,8 +332,8 @@ class RolePlan:
 def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None, *, can_grow: bool = False) -> RolePlan:
     """Check the options of a run that an engine starts, and return its numbers of processes. Raises UsageError.
 
-    `num_ranks` has the number of ranks of each node, if the numbers are given. `can_grow` means that the engine can add
-    nodes to a run.
+    `num_ranks` has the number of ranks of each node, if the user gives them. With `can_grow`, the engine can add nodes
+    to a run.
     """
     for name in ("cluster", "node_rank", "master_addr", "job", "index"):
         if getattr(options, name) is not None:
