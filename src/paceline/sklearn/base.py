@@ -78,7 +78,7 @@ PARAMETERS: Final[dict[str, list[Any]]] = {
 
 @contextlib.contextmanager
 def _numbers_expected(X: Any) -> Iterator[None]:
-    """Raise NumPy's errors about values that are not numbers again, with an advice."""
+    """Add a remedy to NumPy's errors about values that are not numbers."""
     if isinstance(X, Mapping) or (hasattr(X, "collect") and not hasattr(X, "__len__")):
         remedy = "call collect() first" if hasattr(X, "collect") else "convert it first"
         raise UsageError(f"X is a {type(X).__name__}: expected an array, a sparse matrix or a DataFrame: {remedy}")

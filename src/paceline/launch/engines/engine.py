@@ -8,10 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 from typing_extensions import Self, override
 
 from paceline.closing import Closing
+from paceline.environment import Environment
 from paceline.errors import UsageError
+from paceline.transport.decoding import register_type
 
 LOST_NODE_STATUS: Final = 75
 """Exit status of an elastic launcher that cannot continue, except on node 0 (``EX_TEMPFAIL`` in C).
@@ -82,6 +85,19 @@ class Placement:
             job=job,
             **fields,
         )
+
+    @classmethod
+    def of_environment(cls, variables: Environment) -> Self | None:
+        """Return the placement that :meth:`variables` stores; None without one. Raises UsageError."""
+        if variables.placement is None:
+            return None
+        try:
+            return msgspec.json.decode(variables.placement, type=register_type(cls))
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"the environment variable PACELINE_PLACEMENT is unreadable: {error}. Unset it") from None
+
+    def variables(self) -> dict[str, str]:
+        return {"PACELINE_PLACEMENT": msgspec.json.encode(self).decode()}
 
 
 class RunEngine(ABC, Closing):

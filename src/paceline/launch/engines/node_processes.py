@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, Generic, TypeVar
 
-import msgspec
 from typing_extensions import override
 
 from paceline.environment import environment
@@ -120,7 +119,7 @@ class NodeEngine(RunEngine, Generic[_Process]):
             folder=os.getcwd(),
             files=process.role.files,
             command=process.role.command,
-            variables={**self._variables, "PACELINE_PLACEMENT": msgspec.json.encode(placement).decode()},
+            variables={**self._variables, **placement.variables()},
             first_host=addresses[0],
         )
 

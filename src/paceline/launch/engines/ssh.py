@@ -23,13 +23,12 @@ from typing import Final
 import msgspec
 from typing_extensions import override
 
-from paceline.environment import Environment
 from paceline.errors import UsageError, printable
 from paceline.launch.screen import LineSplitter, Screen
 from paceline.transport.decoding import register_type
 from paceline.version import __version__
 
-from .engine import Placement, RunRole, report
+from .engine import RunRole, report
 from .node_processes import END_S, POLL_S, NodeEngine, NodeProcess, variables_of
 from .options import EngineFlags
 from .ssh_host import GRACE_S, REPLY, HostPeer, HostReply, HostRequest
@@ -283,16 +282,6 @@ class Ssh(NodeEngine[_HostProcess]):
                 process.errors += lines
             else:
                 self._screen.write(process.number, lines if is_error else process.receive(lines), is_error=is_error)
-
-
-def read_host_placement(variables: Environment) -> Placement | None:
-    """Return the place of this process in a run of ``--hosts``; None outside of it. Raises UsageError."""
-    if variables.placement is None:
-        return None
-    try:
-        return msgspec.json.decode(variables.placement, type=register_type(Placement))
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"the environment variable PACELINE_PLACEMENT is unreadable: {error}. Unset it") from None
 
 
 def _ssh_command(host: str) -> tuple[str, ...]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import msgspec
-
 from paceline.launch.engines.engine import Placement
 from paceline.launch.engines.ssh_host import GRACE_S
 from paceline.launch.fork_server import THREAD_VARIABLES, module_command
@@ -47,7 +45,7 @@ def run_node(request: NodeRequest, num_cores: int, is_needed: Callable[[], bool]
         **os.environ,
         # Dask and Ray set these variables to 1.
         **dict.fromkeys(THREAD_VARIABLES, str(max(num_cores // request.num_ranks, 1))),
-        "PACELINE_PLACEMENT": msgspec.json.encode(request.placement).decode(),
+        **request.placement.variables(),
         "PACELINE_TOKEN": request.token,
     }
     supervisor = Supervisor()

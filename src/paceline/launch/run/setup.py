@@ -12,7 +12,6 @@ from paceline.errors import AddressError, UsageError
 from paceline.launch.engines.engine import Placement
 from paceline.launch.engines.mpi import read_mpi_placement
 from paceline.launch.engines.slurm import read_placement
-from paceline.launch.engines.ssh import read_host_placement
 from paceline.launch.local import Share
 from paceline.launch.run.node import wait_host, with_variables
 from paceline.launch.run.options import RunOptions
@@ -53,14 +52,14 @@ class Setup:
 
 
 def find_placement(options: RunOptions) -> Placement | None:
-    """Return this launcher's place among those of mpirun or srun, unless the options set it. Raises UsageError."""
+    """Return this launcher's placement by an engine, mpirun or srun, unless the options set it. Raises UsageError."""
     if options.cluster or options.master_addr or options.node_rank is not None:
         return None
     if options.nnodes is not None and options.job is None:
         return None
     # Under Slurm, mpirun itself uses srun to start one process per node, so Slurm's variables would be wrong.
     variables = environment()
-    placement = read_host_placement(variables) or read_mpi_placement(variables) or read_placement(os.environ)
+    placement = Placement.of_environment(variables) or read_mpi_placement(variables) or read_placement(os.environ)
     is_alone = placement is not None and placement.num_launchers == 1 and options.job is None
     return None if is_alone else placement
 

@@ -285,8 +285,8 @@ class Strategy(Closing, ABC):
     def report_progress(self, done: float | None = None, **metrics: Any) -> None:
         """Show the progress of the training in the status of a Kubeflow TrainJob. No effect outside of Kubeflow.
 
-        `done` is the finished fraction of the training, from 0 to 1. `metrics` are numbers such as the loss. Call the
-        method as often as you like: rank 0 sends the newest values every ten seconds.
+        `done` is the finished fraction of the training, from 0 to 1. `metrics` are numbers such as the loss. You can
+        call this method often: rank 0 sends the newest values every ten seconds.
         """
         if self.status is not None and self.is_main:
             self.status.update(done, metrics)

@@ -73,7 +73,7 @@ def strategy(
     ``bucket_mb``, ``timeout`` and ``find_unused_parameters=True``, which parameter-server treats as ``unused="skip"``.
 
     If the environment has a coordinator (``paceline run --min-ranks``, or ``PACELINE_COORDINATOR``), the strategy is
-    ``all-reduce`` with ranks that may die and join. With `elastic`, it is an error if there is none.
+    ``all-reduce`` with ranks that may die and join. With `elastic`, a missing coordinator is an error.
 
     With a `snapshot_dir`, or ``PACELINE_SNAPSHOT_DIR``, the training writes a checkpoint to this directory every
     `snapshot_every` (``PACELINE_SNAPSHOT_EVERY``, default ``"10m"``). If the directory has a checkpoint, the training
@@ -105,7 +105,7 @@ def strategy(
     created = kind(**_options_of(kind, options))
     created.snapshots = snapshots
     if settings.status_url is not None:
-        from paceline.observe.kubeflow import KubeflowStatus  # here, because it imports the modules of the command line
+        from paceline.observe.kubeflow import KubeflowStatus  # here, because paceline.observe imports rich
 
         created.status = KubeflowStatus(settings, warn)
         atexit.register(created.status.close)
