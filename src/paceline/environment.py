@@ -78,7 +78,7 @@ class Environment:
     ``SLURM_STEP_ID``), horovodrun (``HOROVOD_GLOO_RENDEZVOUS_ADDR`` and ``_PORT``), or MPICH on one machine (the
     process ID of the parent of all ranks)."""
     placement: str | None = None
-    """``PACELINE_PLACEMENT``: the launcher's number and node as JSON, set by ``--hosts``, ``--on ray``, Dask and Ray."""
+    """``PACELINE_PLACEMENT``: the launcher's number and node as JSON, from ``--hosts``, ``--on ray``, Dask or Ray."""
     algorithm: str | None = None
     """``PACELINE_ALGORITHM``: collective algorithm in place of the tuner's choice."""
     strategy: str | None = None
