@@ -14,7 +14,7 @@ import pytest
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.filters import FILTERS
-from paceline.launch.engines.engine import Placement
+from paceline.launch.engines.placement import Placement
 from paceline.launch.flags import RENDEZVOUS_PORT, FilterModuleFlags
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import lay_out_node, lay_out_worker, parse_cluster, plan_ranks, servers_of_node

@@ -6,7 +6,7 @@ from paceline.environment import Environment
 from paceline.errors import UsageError
 from paceline.transport.addresses import LOOPBACK
 
-from .engine import Placement
+from .placement import Placement
 
 
 def read_mpi_placement(variables: Environment) -> Placement | None:

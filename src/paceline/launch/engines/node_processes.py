@@ -15,7 +15,8 @@ from paceline.environment import environment
 from paceline.transport.security.authentication import check_or_make_token
 from paceline.version import __version__
 
-from .engine import Placement, RunEnd, RunEngine, RunRole, check_utf8, report
+from .engine import RunEnd, RunEngine, RunRole, check_utf8, report
+from .placement import Placement
 from .ssh_host import HostRequest
 
 END_S: Final = 35.0

@@ -19,8 +19,9 @@ from paceline.environment import parse_integer
 from paceline.errors import PeerError, UsageError, printable
 from paceline.meeting.node_list import parse_node_list, parse_repeated
 
-from .engine import Placement, RunEnd, RunEngine, RunRole, report
+from .engine import RunEnd, RunEngine, RunRole, report
 from .options import EngineFlags
+from .placement import Placement
 
 _NOTICE_S: Final = 120
 """With ``--requeue``, Slurm sends SIGTERM this long before the job's time limit."""

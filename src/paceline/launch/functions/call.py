@@ -16,7 +16,7 @@ from typing_extensions import Self
 from paceline.command_options import words_of
 from paceline.environment import environment
 from paceline.errors import PeerError, UsageError, first_line, name_ranks
-from paceline.launch.engines.engine import Placement
+from paceline.launch.engines.placement import Placement
 from paceline.launch.functions.node import NodeRequest
 from paceline.launch.run.blame import RankFailure, choose_culprit, follow_names, waiting_time
 from paceline.launch.run.options import RunOptions

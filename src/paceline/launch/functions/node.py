@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from paceline.launch.engines.engine import Placement
+from paceline.launch.engines.placement import Placement
 from paceline.launch.engines.ssh_host import GRACE_S
 from paceline.launch.fork_server import THREAD_VARIABLES, module_command
 from paceline.launch.functions.rank import PROGRAM, REPORT_SUFFIX

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
-from paceline.launch.engines.engine import Placement
 from paceline.launch.engines.mpi import read_mpi_placement
+from paceline.launch.engines.placement import Placement
 from paceline.launch.engines.slurm import read_placement
 from paceline.launch.local import Share
 from paceline.launch.run.node import wait_host, with_variables
