@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields, is_dataclass
+from dataclasses import Field, field, fields, is_dataclass
 from typing import Any
 
 
@@ -10,7 +10,8 @@ def option(help: str, *names: str, default: Any = None, panel: str | None = None
     """Return a dataclass field that is an option of a command.
 
     Without `names` the option has the name of the field. The help lists it in `panel`, by default in the panel of the
-    dataclass, its class attribute ``panel``. The `settings` are those of ``typer.Option``.
+    dataclass, its class attribute ``panel``. The `settings` are those of ``typer.Option``, and an ``effect`` that Typer
+    does not get.
     """
     settings = {"parameter": "Option", "names": names, "help": help, "panel": panel, **settings}
     return field(default=default, metadata=settings)
@@ -46,8 +47,13 @@ def words_of(flags: Any) -> list[str]:
         if is_dataclass(value):
             words += words_of(value)
         elif each.metadata.get("parameter") == "Option" and not (value is False or value == each.default):
-            long_names = (name for name in each.metadata["names"] if name.startswith("--"))
-            name = next(long_names, f"--{each.name.replace('_', '-')}")
             for item in value if isinstance(value, list) else [value]:
-                words += [name] if item is True else [name, str(item)]
+                values = item if isinstance(item, tuple) else () if item is True else (item,)
+                words += [name_of(each), *map(str, values)]
     return words
+
+
+def name_of(field: Field[Any]) -> str:
+    """Return the long name of the option that a dataclass field declares, such as ``--min-ranks``."""
+    long_names = (name for name in field.metadata["names"] if name.startswith("--"))
+    return next(long_names, f"--{field.name.replace('_', '-')}").partition("/")[0]

@@ -28,6 +28,7 @@ _LAUNCHERS = {
     _HYDRA: ("PMI_RANK", "PMI_SIZE", _HYDRA, "MPI_LOCALNRANKS"),
     _SLURM: (_SLURM, "SLURM_NTASKS", "SLURM_LOCALID", ""),
 }  # fmt: skip
+_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +110,14 @@ class Environment:
     """``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``: time after which operations with missing ranks fail; 0: never."""
     is_horovod_stall_check_disabled: bool = False
     """``HOROVOD_STALL_CHECK_DISABLE``: whether to ignore missing ranks."""
+    horovod_start_timeout_s: int | None = None
+    """``HOROVOD_START_TIMEOUT``: time limit until all ranks of ``paceline.horovod`` are connected."""
+    horovod_elastic_timeout_s: int | None = None
+    """``HOROVOD_ELASTIC_TIMEOUT``: time limit until enough ranks of an elastic training are available."""
+    has_horovod_group_fusion: bool = True
+    """Not ``HOROVOD_DISABLE_GROUP_FUSION``: whether groups of tensors are fused with other tensors."""
+    horovod_log_level: str | None = None
+    """``HOROVOD_LOG_LEVEL``: the lowest level of messages of ``paceline.horovod``, in lower case."""
     is_horovod_elastic: bool = False
     """``HOROVOD_ELASTIC``: whether a distributed optimizer of Horovod's API averages gradients on a single rank too."""
     coordinator: str | None = None
@@ -200,8 +209,12 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         horovod_timeout_s=_integer(found, "HOROVOD_GLOO_TIMEOUT_SECONDS", 1),
         horovod_stall_warning_s=_integer(found, "HOROVOD_STALL_CHECK_TIME_SECONDS"),
         horovod_stall_failure_s=_integer(found, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),
-        is_horovod_stall_check_disabled=found.get("HOROVOD_STALL_CHECK_DISABLE") == "1",
-        is_horovod_elastic=found.get("HOROVOD_ELASTIC") == "1",
+        is_horovod_stall_check_disabled=_boolean(found, "HOROVOD_STALL_CHECK_DISABLE"),
+        horovod_start_timeout_s=_integer(found, "HOROVOD_START_TIMEOUT", 1),
+        horovod_elastic_timeout_s=_integer(found, "HOROVOD_ELASTIC_TIMEOUT", 1),
+        has_horovod_group_fusion=not _boolean(found, "HOROVOD_DISABLE_GROUP_FUSION"),
+        horovod_log_level=_log_level(found, "HOROVOD_LOG_LEVEL"),
+        is_horovod_elastic=_boolean(found, "HOROVOD_ELASTIC"),
         coordinator=found.get("PACELINE_COORDINATOR") or None,
         status_url=found.get("KUBEFLOW_TRAINER_STATUS_URL") or None,
         status_token=_path(found, "KUBEFLOW_TRAINER_STATUS_TOKEN"),
@@ -270,6 +283,17 @@ def _path(found: Mapping[str, str], name: str) -> Path | None:
 def _integer(found: Mapping[str, str], name: str, least: int = 0, most: float = math.inf) -> int | None:
     text = found.get(name)
     return parse_integer(name, text, least, most) if text else None
+
+
+def _boolean(found: Mapping[str, str], name: str) -> bool:
+    return bool(_integer(found, name, 0, 1))
+
+
+def _log_level(found: Mapping[str, str], name: str) -> str | None:
+    level = found.get(name, "").lower() or None
+    if level is not None and level not in _LOG_LEVELS:
+        raise UsageError(f"the environment variable {name} is {found[name]!r}, expected {', '.join(_LOG_LEVELS)}")
+    return level
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")

@@ -9,7 +9,7 @@ import typer
 from paceline.launch.run.options import RunOptions
 from paceline.version import __version__
 
-from . import bench, data, manifests, model, roles, train
+from . import bench, data, horovodrun, manifests, model, roles, train
 from .parameters import PanelCommand, expand_flags
 
 _RUN_CONTEXT = {
@@ -58,6 +58,7 @@ app.command("convert", no_args_is_help=True)(data.convert)
 app.command("predict", no_args_is_help=True)(model.predict)
 app.command("inspect", no_args_is_help=True)(model.inspect)
 app.command("run", cls=PanelCommand, no_args_is_help=True, context_settings=_RUN_CONTEXT)(run)
+app.command("horovodrun", cls=PanelCommand, no_args_is_help=True, context_settings=_RUN_CONTEXT)(horovodrun.horovodrun)
 app.command("serve", no_args_is_help=True)(model.serve)
 app.command("scheduler")(roles.scheduler)
 app.command("server")(roles.server)

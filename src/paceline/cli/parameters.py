@@ -99,7 +99,8 @@ def _with_settings(flag: Field[Any], hint: Any, panel: str | None) -> Any:
         kind, *parameters = get_args(hint)
         return Annotated[(kind, *(_in_panel(parameter, kind, panel) for parameter in parameters))]
     settings = dict(flag.metadata)
-    settings.pop("panel", None)
+    for name in ("panel", "effect"):
+        settings.pop(name, None)
     parameter = getattr(typer, settings.pop("parameter"))(*settings.pop("names"), **settings)
     return Annotated[hint, _in_panel(parameter, hint, panel)]
 

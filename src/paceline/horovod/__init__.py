@@ -90,6 +90,7 @@ from paceline.horovod.reductions import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from paceline.horovod.running import run
 
 __all__ = [
     "Adasum",
@@ -153,6 +154,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",

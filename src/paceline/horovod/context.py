@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -23,6 +24,7 @@ from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCE
 _FUSION_THRESHOLD_BYTES: Final = 128 << 20
 _CACHE_CAPACITY: Final = 1024
 _STALL_WARNING_S: Final = 60
+_log = logging.getLogger(__name__)
 
 
 class Context:
@@ -69,10 +71,13 @@ def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] |
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise UsageError(f"got process_sets={process_sets!r}, expected a list of ProcessSet or 'dynamic'")
     variables = environment()
-    timeout_s = variables.horovod_timeout_s
-    timeout = DEFAULT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
+    _set_log_level(variables.horovod_log_level)
+    timeout, start_timeout = (
+        DEFAULT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
+        for timeout_s in (variables.horovod_timeout_s, variables.horovod_start_timeout_s)
+    )
     if _all_ranks is None:
-        _all_ranks = collectives.init(timeout=timeout)
+        _all_ranks = collectives.init(timeout=start_timeout)
     group = _all_ranks.subgroup(comm or range(_all_ranks.size), timeout=timeout)
     if group is None:
         raise UsageError(f"rank {_all_ranks.rank} called init(comm={list(comm or ())}), which does not contain it")
@@ -82,12 +87,23 @@ def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] |
         fusion_threshold_bytes=_FUSION_THRESHOLD_BYTES if threshold is None else threshold,
         cache_capacity=_CACHE_CAPACITY if capacity is None else capacity,
         stalls=_stall_inspector(variables),
+        fuses_groups=variables.has_horovod_group_fusion,
     )
     _context = Context(group, engine, variables.local_rank if comm is None else None)
     register_global_set(group.size, group.rank)
     engine.start()
+    _log.info("rank %d of %d has started", group.rank, group.size)
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
+
+
+def _set_log_level(level: str | None) -> None:
+    if level is None:
+        return
+    logger = logging.getLogger("paceline.horovod")
+    logger.setLevel(getattr(logging, level.upper(), logging.DEBUG))
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
 
 
 def _stall_inspector(variables: Environment) -> StallInspector | None:

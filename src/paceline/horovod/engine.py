@@ -49,11 +49,21 @@ class HorovodEngine:
     """Runs the requests of one rank. All methods are thread-safe."""
 
     def __init__(
-        self, group: Group, *, cache_capacity: int, fusion_threshold_bytes: int, stalls: StallInspector | None
+        self,
+        group: Group,
+        *,
+        cache_capacity: int,
+        fusion_threshold_bytes: int,
+        stalls: StallInspector | None,
+        fuses_groups: bool = True,
     ) -> None:
         self._group = group
         self._negotiator = Negotiator(
-            group.rank, group.size, cache_capacity=cache_capacity, fusion_threshold_bytes=fusion_threshold_bytes
+            group.rank,
+            group.size,
+            cache_capacity=cache_capacity,
+            fusion_threshold_bytes=fusion_threshold_bytes,
+            fuses_groups=fuses_groups,
         )
         self._executor = TensorExecutor(self._negotiator.process_sets)
         self._executor.groups[GLOBAL_SET] = group
@@ -207,6 +217,7 @@ class HorovodEngine:
             match instruction:
                 case RunOperation(requests):
                     keys = [request.key for request in requests]
+                    _log.debug("%s of %s", requests[0].operation, keys)
                     with self._lock:
                         entries = [self._entries.get(key) for key in keys]
                     if requests[0].operation in CHANGE_SETS:

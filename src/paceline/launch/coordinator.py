@@ -89,6 +89,7 @@ def start_coordinator(
         report_timeout_s=REPORT_TIMEOUT_S,
         num_places=options.num_ranks,
         start_timeout_s=start_timeout_s,
+        max_changes=options.max_changes,
     )
     launchers = OwnLaunchers(timeout_s=timeout_s)
     extra: dict[str, int | str] = {OPTIONS: options.encode(), TIMEOUT_MS: round(1000 * timeout_s)}

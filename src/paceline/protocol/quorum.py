@@ -144,7 +144,8 @@ class Coordinator:
     `start_timeout_s` after the first start remain free.
 
     The training fails if fewer than `min_ranks` members live. The coordinator waits `report_timeout_s` for the members'
-    reports, from the first report on, and declares members without a report lost.
+    reports, from the first report on, and declares members without a report lost. The training also fails if the
+    members of the quorums change more than `max_changes` times.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class Coordinator:
         report_timeout_s: float,
         num_places: int | None = None,
         start_timeout_s: float = 0.0,
+        max_changes: int | None = None,
     ) -> None:
         self.quorum = 0
         self.members: tuple[int, ...] = ()
@@ -184,6 +186,7 @@ class Coordinator:
         self._start: StartQuorum | None = None
         self._deadline_s: float | None = None
         self._is_announced = False
+        self._max_changes, self._num_changes = max_changes, 0
 
     @property
     def deadline_s(self) -> float | None:
@@ -357,6 +360,10 @@ class Coordinator:
         return [*self._start_quorum(ready, {*self._alive, *newcomers} - ready, step), *map(RetryJoin, late)]
 
     def _start_quorum(self, ready: Set[int], others: Set[int], step: int) -> list[QuorumInstruction]:
+        if self.quorum and {*ready, *others} != {*self.members}:
+            self._num_changes += 1
+            if self._max_changes is not None and self._num_changes > self._max_changes:
+                return self._fail(f"the set of ranks has changed more often than --max-changes {self._max_changes}")
         self.quorum += 1
         self.members = (*sorted(ready), *sorted(others))
         members = self._alive = {*ready, *others}

@@ -37,6 +37,11 @@ class ElasticFlags:
         "ranks, until it has recovered.",
         metavar="FACTOR",
     )
+    max_changes: int | None = option(
+        "With --min-ranks: end the run with status 1 if the set of ranks changes more often than this; default: no "
+        "limit.",
+        min=0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,8 @@ class ElasticOptions(StrategyOptions):
     """Whether the ranks' numbers of samples in a step depend on their speeds."""
     drop_stragglers: float | None = None
     """Limit of a rank's step time, as a multiple of the other ranks' median; None without a limit."""
+    max_changes: int | None = None
+    """The training ends if the set of ranks changes more often than this; None without a limit."""
 
     @property
     @override
@@ -95,6 +102,7 @@ def choose_elastic(flags: ElasticFlags, processes: int) -> ElasticOptions | None
         global_batch=flags.global_batch,
         balance=bool(flags.balance),
         drop_stragglers=flags.drop_stragglers,
+        max_changes=flags.max_changes,
     )
 
 
@@ -109,7 +117,7 @@ ALL_REDUCE: Final = StrategySpec(
     implementation="paceline.torch.strategies.all_reduce:AllReduce",
     filters=("gradients",),
     takes_snapshots=True,
-    flags=("min_ranks", "global_batch", "balance", "drop_stragglers"),
+    flags=("min_ranks", "global_batch", "balance", "drop_stragglers", "max_changes"),
     without_flags="cannot continue without a dead rank",
     choose_options=_choose,
     neutral_settings=("find_unused_parameters", "static_graph", "bucket_mb", "backend", "timeout"),

@@ -62,6 +62,15 @@ def test_variables_of_horovodrun() -> None:
     found = environment({"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CACHE_CAPACITY": "7", "HOROVOD_ELASTIC": "1"})
     assert (found.horovod_fusion_threshold, found.horovod_cache_capacity, found.is_horovod_elastic) == (0, 7, True)
     assert environment({"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}).horovod_timeout_s == 30
+    found = environment(
+        {"HOROVOD_START_TIMEOUT": "9", "HOROVOD_LOG_LEVEL": "INFO", "HOROVOD_DISABLE_GROUP_FUSION": "1"}
+    )
+    assert (found.horovod_start_timeout_s, found.horovod_log_level, found.has_horovod_group_fusion) == (
+        9,
+        "info",
+        False,
+    )
+    assert environment({"HOROVOD_STALL_CHECK_DISABLE": "0"}).is_horovod_stall_check_disabled is False
 
 
 @pytest.mark.parametrize(
@@ -78,6 +87,9 @@ def test_variables_of_horovodrun() -> None:
         ("SLURM_PROCID=1", "SLURM_PROCID is 1 and SLURM_NTASKS is missing"),
         ("PET_NODE_RANK=0", "PET_NODE_RANK is 0 and PET_NNODES is missing"),
         ("PET_NNODES=0", "PET_NNODES is '0'"),
+        ("HOROVOD_STALL_CHECK_DISABLE=yes", "HOROVOD_STALL_CHECK_DISABLE is 'yes'"),
+        ("HOROVOD_LOG_LEVEL=loud", "HOROVOD_LOG_LEVEL is 'loud', expected trace"),
+        ("HOROVOD_ELASTIC_TIMEOUT=0", "HOROVOD_ELASTIC_TIMEOUT is '0'"),
         ("PET_NPROC_PER_NODE=0", "PET_NPROC_PER_NODE is '0'"),
         ("MASTER_PORT=65536 PET_MASTER_PORT=1", " MASTER_PORT is '65536'"),
         ("PET_MASTER_PORT=0", "PET_MASTER_PORT is '0'"),

@@ -9,15 +9,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from tests.free_ports import free_port
 
 from paceline.launch.run.blame import Tracebacks
-from paceline.launch.run.elastic import ElasticRun
+from paceline.launch.run.elastic import ElasticRun, RankGrowth
 from paceline.launch.run.loop import RunLoop, Signals
-from paceline.launch.run.plan import RankPlan
+from paceline.launch.run.plan import Layout, RankPlan, lay_out_node
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.screen import Screen
 from paceline.launch.supervisor import Child, ChildProcess
@@ -31,7 +31,7 @@ TOKEN = make_token()
 class Run:
     """The part of a node with three ranks in a run without processes."""
 
-    def __init__(self, port: int = 0, *, node: int = 0, num_ranks: int = 3) -> None:
+    def __init__(self, port: int = 0, *, node: int = 0, num_ranks: int = 3, growth: RankGrowth | None = None) -> None:
         self.started: list[Rank] = []
         self.pid = os.getpid()
         """The process of the next ranks."""
@@ -40,6 +40,7 @@ class Run:
             ElasticOptions(min_ranks=1, num_ranks=num_ranks),
             [RankPlan(rank=3 * node + rank, environment={}) for rank in range(3)],
             self._start,
+            growth=growth,
             node=node,
             max_ranks=num_ranks,
             address=Address("tcp", "127.0.0.1", port),
@@ -113,6 +114,31 @@ def test_ranks_that_are_stopped_for_too_long_are_killed_and_always_replaced(run:
         process.kill()
         process.wait()
     assert pauses == pytest.approx([0.0] * 8, abs=0.5)
+
+
+def test_the_number_of_ranks_follows_the_wanted_number() -> None:
+    wanted = 3
+    layout = lay_out_node(nproc_per_node=3, nnodes=1, node_rank=0, master_addr=None, master_port=None)
+
+    def plan(layout: Layout) -> list[RankPlan]:
+        return [RankPlan(rank=rank, environment={}) for rank in layout.ranks]
+
+    growth = RankGrowth(lambda: wanted, layout, plan)
+    run = Run(growth=growth)
+    killed: list[int] = []
+    with run.elastic, contextlib.closing(run.processes):
+        run.elastic.start_all()
+        assert run.elastic.replace(run.processes, time.monotonic()) == []
+        wanted = 5
+        started = run.elastic.replace(run.processes, time.monotonic())
+        assert [rank.rank for rank in started] == [3, 4]
+        wanted = 0  # at least --min-ranks remain
+        for rank in run.started:
+            cast(Any, rank.child.process).send_signal = lambda _, number=rank.rank: killed.append(number)
+        assert run.elastic.replace(run.processes, time.monotonic()) == []
+        assert sorted(killed) == [1, 2, 3, 4]
+        message, pause_s = run.end_last(-signal.SIGKILL)
+        assert (message, pause_s) == ("paceline run: rank 4 was ended, because the number of ranks is now 1", None)
 
 
 def test_a_node_has_given_up_when_none_of_its_ranks_is_replaced(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,22 @@ def test_the_environment_of_ranks_on_one_of_several_nodes() -> None:
         "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
         "PACELINE_ROLE": "worker", "PACELINE_STRATEGY": "all-reduce", "PACELINE_TOKEN": "t", "OMP_NUM_THREADS": "4",
     }  # fmt: skip
+
+
+def test_the_variables_of_horovodrun_on_unequal_nodes() -> None:
+    """Three nodes have three, one and two ranks."""
+    layout = replace(
+        lay_out_node(nproc_per_node=2, nnodes=3, node_rank=2, master_addr="h", master_port=None),
+        ranks=(4, 5),
+        world_size=6,
+        node_sizes=(3, 1, 2),
+    )
+    inherited = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_RANK": "9"}
+    plans = plan_ranks(layout, _ALL_REDUCE, inherited, token="t", scheduler=None, threads=None, cores=8)
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    numbers = [tuple(int(plan.environment[f"HOROVOD_{name}"]) for name in names) for plan in plans]
+    assert numbers == [(4, 6, 0, 2, 2, 3), (5, 6, 1, 2, 1, 2)]
+    assert plans[0].environment["HOROVOD_HOSTNAME"] == platform.node()
 
 
 def test_more_nodes_may_join_up_to_the_largest_number_of_ranks() -> None:

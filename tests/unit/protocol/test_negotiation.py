@@ -345,6 +345,9 @@ def test_fusion() -> None:
     grouped = [tensor(str(number), group="g" if number in (0, 4) else "") for number in range(5)]
     fused = [tuple(request.name for request in operation.requests) for operation in fuse(grouped, 16)]
     assert fused == [("0", "4"), ("1",), ("2",), ("3",)]
+    separate = fuse(grouped, 1 << 10, fuses_groups=False)
+    fused = [tuple(request.name for request in operation.requests) for operation in separate]
+    assert fused == [("0", "4"), ("1", "2", "3")]
 
 
 def test_messages_are_encoded_whole() -> None:

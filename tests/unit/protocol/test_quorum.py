@@ -114,6 +114,21 @@ def test_too_few_ranks_end_the_training() -> None:
     assert "--min-ranks is 2" in failure.reason
 
 
+def test_too_many_changes_end_the_training() -> None:
+    coordinator = Coordinator(range(3), min_ranks=1, max_ranks=3, report_timeout_s=10.0, max_changes=1)
+    for member in range(3):
+        coordinator.joined(JoinRequest(member, 0))
+    for member in range(3):  # the quorum breaks, but its members do not change
+        found = coordinator.reported(report(member, 1, 0), 0.0)
+    assert started(found).members == (0, 1, 2)
+    coordinator.ended(2, is_failure=True)
+    coordinator.reported(report(0, 2, 0), 0.0)
+    assert started(coordinator.reported(report(1, 2, 0), 0.0)).members == (0, 1)
+    coordinator.ended(1, is_failure=True)
+    (failure,) = coordinator.reported(report(0, 3, 0), 0.0)
+    assert failure == FailTraining("the set of ranks has changed more often than --max-changes 1")
+
+
 def test_a_silent_member_is_removed_and_rejected_when_it_returns(coordinator: Coordinator) -> None:
     for member in (0, 1):
         coordinator.reported(report(member, 1, 3), 5.0)

@@ -22,7 +22,7 @@ from .ssh_host import HostRequest
 END_S: Final = 35.0
 """Time limit for the end of the processes after a request. Ranks have 30 seconds for a checkpoint."""
 POLL_S: Final = 0.5
-_PASSED_ON: Final = ("PACELINE_", "PYTHON", "OMP_")
+_PASSED_ON: Final = ("PACELINE_", "HOROVOD_", "PYTHON", "OMP_")
 
 
 class NodeProcess(ABC):

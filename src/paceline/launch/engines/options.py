@@ -40,6 +40,11 @@ class EngineFlags:
         "Start the ranks on these hosts over ssh, such as a:4,b:4 with four ranks each, or @FILE with such a list.",
         panel="Several machines",
     )
+    ssh_option: list[str] | None = option(
+        "--hosts: an option of ssh, such as Port=2222. May be given several times.",
+        metavar="OPTION",
+        panel="Several machines",
+    )
     on: str | None = option("Submit the run as a job and follow it: slurm, kubernetes or ray.", metavar="ENGINE")
     dry_run: bool = option(
         "--on, --hosts: print the job's script, manifests or commands, and start nothing.", "--dry-run", default=False

@@ -33,8 +33,7 @@ from .node_processes import END_S, POLL_S, NodeEngine, NodeProcess, variables_of
 from .options import EngineFlags
 from .ssh_host import GRACE_S, REPLY, HostPeer, HostReply, HostRequest
 
-_OPTIONS: Final = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "10"}
-_SSH: Final = ("ssh", "-T", *(f"-o{name}={value}" for name, value in _OPTIONS.items()))
+_OPTIONS: Final = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10")
 _REPLY_S: Final = 120.0
 """Time limit for the login on a host, the import of Paceline, and the check of the request."""
 _CLOSE_S: Final = GRACE_S + 10.0
@@ -53,13 +52,17 @@ class Hosts:
 
 
 def parse_hosts(text: str) -> Hosts:
-    """Return the hosts of a list such as ``a:4,b:4``, or of ``@FILE`` with such a list. Raises UsageError."""
+    """Return the hosts of a list such as ``a:4,b:4``, or of ``@FILE`` with such a list. Raises UsageError.
+
+    A file may also have lines such as ``a slots=4``.
+    """
     if text.startswith("@"):
         try:
             text = Path(text[1:]).read_text()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
             raise UsageError(f"--hosts {text}: cannot read this file: {reason}") from None
+        text = re.sub(r"[ \t]+slots *= *", ":", text)
     found = [(entry, _HOST.fullmatch(entry)) for entry in re.split(r"[\s,]+", text.strip())]
     wrong = next((entry for entry, host in found if host is None or host["count"] == "0"), None)
     if wrong is not None:
@@ -81,7 +84,8 @@ def parse_hosts(text: str) -> Hosts:
 class _HostProcess(NodeProcess):
     """A process on a host, and the local end of its connection."""
 
-    def __init__(self, role: RunRole, number: int, host: str) -> None:
+    def __init__(self, role: RunRole, number: int, host: str, command: Sequence[str]) -> None:
+        """`command` is that of ``ssh``."""
         super().__init__(role, number, f"host {host}")
         self.host = host
         self.reply: HostReply | None = None
@@ -94,7 +98,7 @@ class _HostProcess(NodeProcess):
         pipe = subprocess.PIPE
         try:
             self.ssh = subprocess.Popen(
-                _ssh_command(host), bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+                command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
             )
         except OSError:
             raise UsageError("--hosts: no command ssh on this machine. Install OpenSSH's client") from None
@@ -148,6 +152,7 @@ class Ssh(NodeEngine[_HostProcess]):
         super().__init__()
         assert flags.hosts is not None
         self._hosts = parse_hosts(flags.hosts)
+        self._options = flags.ssh_option or []
         self._screen = Screen(self._hosts.names.__getitem__)
         self._selector = selectors.DefaultSelector()
         self._address = ""
@@ -157,7 +162,8 @@ class Ssh(NodeEngine[_HostProcess]):
         lines = [f"# in {os.getcwd()} on each host"]
         for role in roles:
             for host in self._hosts.names[: role.num_nodes]:
-                lines += [f"{shlex.join(_ssh_command(host))}  # {role.name}", f"  {shlex.join(role.command)}"]
+                ssh = shlex.join(_ssh_command(host, self._options))
+                lines += [f"{ssh}  # {role.name}", f"  {shlex.join(role.command)}"]
         return "\n".join([*lines, ""])
 
     @override
@@ -179,7 +185,7 @@ class Ssh(NodeEngine[_HostProcess]):
             self._begin(process)
 
     def _connect(self, role: RunRole, index: int, host: str) -> _HostProcess:
-        process = _HostProcess(role, index, host)
+        process = _HostProcess(role, index, host, _ssh_command(host, self._options))
         for stream, is_error in ((process.ssh.stdout, False), (process.ssh.stderr, True)):
             assert stream is not None
             self._selector.register(stream, selectors.EVENT_READ, (process, LineSplitter(), is_error))
@@ -284,8 +290,9 @@ class Ssh(NodeEngine[_HostProcess]):
                 self._screen.write(process.number, lines if is_error else process.receive(lines), is_error=is_error)
 
 
-def _ssh_command(host: str) -> tuple[str, ...]:
-    return (*_SSH, "--", host, f"exec {shlex.join([sys.executable, '-m', HostRequest.__module__])}")
+def _ssh_command(host: str, options: Sequence[str]) -> tuple[str, ...]:
+    words = [f"-o{option}" for option in (*options, *_OPTIONS)]  # ssh uses the first value of an option
+    return ("ssh", "-T", *words, "--", host, f"exec {shlex.join([sys.executable, '-m', HostRequest.__module__])}")
 
 
 def _find_address(name: str) -> str:

@@ -56,13 +56,7 @@ class FunctionCall:
         """Check the options and pickle the function. Raises UsageError."""
         options = RunOptions(strategy=strategy, nproc_per_node=nproc_per_node, servers=servers)
         plan_roles(replace(options, nnodes=num_nodes))
-        try:
-            program = cloudpickle.dumps((function, arguments))
-        except Exception as error:
-            raise UsageError(
-                f"the function or an argument cannot be pickled: {first_line(error)}. Create this object in the "
-                "function"
-            ) from error
+        program = pickle_call(function, arguments)
         return cls(
             num_ranks=nproc_per_node,
             words=tuple(words_of(options)),
@@ -83,6 +77,16 @@ class FunctionCall:
             )
             for number in range(len(hosts))
         ]
+
+
+def pickle_call(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+    """Return the pickled function with its arguments. Raises UsageError."""
+    try:
+        return bytes(cloudpickle.dumps((function, tuple(arguments))))
+    except Exception as error:
+        raise UsageError(
+            f"the function or an argument cannot be pickled: {first_line(error)}. Create this object in the function"
+        ) from error
 
 
 class RankResults:

@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from paceline.launch.engines.placement import Placement
 from paceline.launch.engines.ssh_host import GRACE_S
 from paceline.launch.fork_server import THREAD_VARIABLES, module_command
-from paceline.launch.functions.rank import PROGRAM, REPORT_SUFFIX
+from paceline.launch.functions.rank import PROGRAM, RANK_MODULE, REPORT_SUFFIX
 from paceline.launch.supervisor import Supervisor, spawn
 from paceline.temporary import TemporaryFolder
 
@@ -41,19 +42,33 @@ def run_node(request: NodeRequest, num_cores: int, is_needed: Callable[[], bool]
 
     The ranks share `num_cores` cores.
     """
-    environment = {
-        **os.environ,
+    variables = {
         # Dask and Ray set these variables to 1.
         **dict.fromkeys(THREAD_VARIABLES, str(max(num_cores // request.num_ranks, 1))),
         **request.placement.variables(),
         "PACELINE_TOKEN": request.token,
     }
+    command = module_command("paceline", "run", *request.words, "--module", RANK_MODULE)
+    return run_program(command, request.program, variables, is_needed=is_needed)
+
+
+def run_program(
+    command: Sequence[str],
+    program: bytes,
+    variables: Mapping[str, str],
+    *,
+    is_needed: Callable[[], bool] = lambda: True,
+    shared: Path | None = None,
+) -> tuple[int, dict[int, bytes]]:
+    """Run a launcher of ranks, whose `command` ends with :data:`RANK_MODULE`; return as :func:`run_node` does.
+
+    `program` is the pickled function with its arguments. It is stored in a new folder in `shared`, which all machines
+    of the run must have, by default in the folder for temporary files.
+    """
     supervisor = Supervisor()
-    with TemporaryFolder.make("function") as folder:
-        (folder.path / PROGRAM).write_bytes(pickle.dumps((sys.path, request.program)))
-        rank = "paceline.launch.functions.rank"
-        command = module_command("paceline", "run", *request.words, "--module", rank, str(folder.path))
-        launch = partial(spawn, command, env=environment, stdin=subprocess.DEVNULL)
+    with TemporaryFolder.make("function", shared) as folder:
+        (folder.path / PROGRAM).write_bytes(pickle.dumps((sys.path, program)))
+        launch = partial(spawn, [*command, str(folder.path)], env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
         try:
             child = supervisor.start("paceline run", launch, is_foreign=True)
             while child.is_alive() and is_needed():

@@ -20,6 +20,7 @@ from paceline.errors import UsageError, first_line
 PROGRAM: Final = "program"
 """File with ``sys.path`` of the worker, and the pickled function with its arguments."""
 REPORT_SUFFIX: Final = ".report"
+RANK_MODULE: Final = "paceline.launch.functions.rank"
 
 
 def main() -> None:

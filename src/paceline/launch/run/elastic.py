@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from typing_extensions import override
 
 from paceline.closing import Closing
 from paceline.launch.engines.engine import report
-from paceline.launch.run.plan import RankPlan
+from paceline.launch.run.plan import Layout, RankPlan
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.setup import PATIENCE_S
 from paceline.launch.supervisor import describe_status
@@ -35,6 +35,15 @@ _KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM)
 """Statuses of ranks that another process has killed. The failure is then not the script's."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankGrowth:
+    """A number of ranks that changes during a run on one node."""
+
+    num_wanted: Callable[[], int]
+    layout: Layout
+    plan_ranks: Callable[[Layout], list[RankPlan]]
+
+
 class ElasticRun(Closing):
     """Starts the ranks of this node, and a new process for each dead rank. Node 0 also serves the coordinator."""
 
@@ -44,6 +53,7 @@ class ElasticRun(Closing):
         plans: Sequence[RankPlan],
         start: Callable[[RankPlan], Rank],
         *,
+        growth: RankGrowth | None = None,
         node: int,
         max_ranks: int,
         address: Address,
@@ -53,9 +63,9 @@ class ElasticRun(Closing):
     ) -> None:
         """`start` starts a rank's process. The launcher of node 0 serves the coordinator at `address`.
 
-        More nodes than at the start may join, until there are `max_ranks` ranks. A launcher is lost if node 0 receives
-        no message from it for `timeout_s` seconds. Raises AddressError on node 0 if the address is not free, and
-        DeadlineError on another node if node 0 does not answer.
+        More nodes than at the start may join, until there are `max_ranks` ranks. With `growth`, the number of this
+        node's ranks changes. A launcher is lost if node 0 receives no message from it for `timeout_s` seconds. Raises
+        AddressError on node 0 if the address is not free, and DeadlineError on another node if node 0 does not answer.
         """
         self._start = start
         self._plans = {plan.rank: plan for plan in plans}
@@ -70,8 +80,9 @@ class ElasticRun(Closing):
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._num_failed_starts = 0
         self._has_given_up = self._has_finished = False
+        self._growth, self._min_ranks = growth, options.min_ranks
         self._expelled: set[int] = set()
-        """Living processes that are killed because they were declared lost or were stopped."""
+        """Living processes that are killed because they were declared lost or were stopped, or are not needed."""
         self._is_over = False
         self._coordinator: CoordinatorAccess
         if node:
@@ -89,6 +100,7 @@ class ElasticRun(Closing):
                 min_ranks=options.min_ranks,
                 max_ranks=max_ranks,
                 report_timeout_s=REPORT_TIMEOUT_S,
+                max_changes=options.max_changes,
             )
             launchers = Launchers(options.num_ranks, timeout_s=timeout_s, start_by_s=time.monotonic() + PATIENCE_S)
             self._coordinator = CoordinatorServer(rules, launchers, address, token, tls, self._expel)
@@ -154,6 +166,8 @@ class ElasticRun(Closing):
         text = f"paceline run: rank {rank.rank} {describe_status(rank.status)}"
         if self._is_over or self._coordinator.failure is not None:
             return text
+        if rank.rank not in self._plans:
+            return f"paceline run: rank {rank.rank} was ended, because the number of ranks is now {len(self._plans)}"
         if is_expelled or (took_part and (rank.status in _KILLED or life_s > _EARLY_S)):
             self._backoff.reset()
             self._num_failed_starts, pause_s = 0, 0.0
@@ -177,11 +191,26 @@ class ElasticRun(Closing):
         """Start the replacements that are due, and return them."""
         if self._is_over or self._coordinator.failure is not None:
             self._due = []
+        elif self._growth is not None:
+            self._resize(self._growth, time_s)
         due = [number for due_s, number in self._due if due_s <= time_s]
         self._due = [(due_s, number) for due_s, number in self._due if due_s > time_s]
         processes.ranks = [rank for rank in processes.ranks if rank.status is None or rank.rank not in due]
         started = [self._start_rank(number) for number in due]
         return [rank for rank in started if rank is not None]
+
+    def _resize(self, growth: RankGrowth, time_s: float) -> None:
+        """Start ranks, or end those with the highest numbers, until the wanted number of ranks is planned."""
+        wanted = max(growth.num_wanted(), self._min_ranks)
+        if wanted > len(self._plans):
+            for plan in growth.plan_ranks(growth.layout.with_ranks(wanted))[len(self._plans) :]:
+                self._plans[plan.rank] = plan
+                self._due.append((time_s, plan.rank))
+        for number in range(wanted, len(self._plans)):
+            del self._plans[number]
+            self._due = [start for start in self._due if start[1] != number]
+            for member in [member for member, rank in self._ranks.items() if rank.rank == number]:
+                self._expel(member)
 
     def _expel(self, member: int) -> None:
         rank = self._ranks.get(member)

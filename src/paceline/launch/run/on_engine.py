@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ def run_on_engine(options: RunOptions) -> int:
         if flags.on not in _ENGINES:
             raise UsageError(f"--on {flags.on}: expected one of {', '.join(_ENGINES)}")
         flags.check_only(flags.on)
+        if flags.ssh_option:
+            raise UsageError(f"--ssh-option {flags.ssh_option[0]} is for --hosts. Leave it out with --on {flags.on}")
     check_script(options, is_here=flags.on != "kubernetes")
     assert options.script is not None
     roles = roles_of(options)
@@ -85,12 +88,12 @@ def roles_of(options: RunOptions) -> list[RunRole]:
         command=(*command, *words, *script),
         num_nodes=nnodes,
         num_cpus=num_cpus,
-        files=() if options.module else (options.script,),
+        files=() if options.module or (options.no_python and os.sep not in options.script) else (options.script,),
         is_elastic=plan.is_elastic,
     )
     if not num_servers:
         return [ranks]
-    words = words_of(replace(inner, job="server", nnodes=nnodes, log_dir=None, module=False))
+    words = words_of(replace(inner, job="server", nnodes=nnodes, log_dir=None, module=False, no_python=False))
     num_hosts = min(num_servers, nnodes)
     num_cpus = -(-num_servers // num_hosts)
     return [RunRole(name="servers", command=(*command, *words), num_nodes=num_hosts, num_cpus=num_cpus), ranks]
@@ -99,7 +102,7 @@ def roles_of(options: RunOptions) -> list[RunRole]:
 def _on_hosts(options: RunOptions, text: str) -> tuple[RunOptions, tuple[int, ...] | None]:
     """Return the options with the number of hosts as `nnodes`, and the number of ranks on each host, if given."""
     hosts = parse_hosts(text)
-    if others := words_of(replace(options.engine, hosts=None, dry_run=False)):
+    if others := words_of(replace(options.engine, hosts=None, ssh_option=None, dry_run=False)):
         raise UsageError(f"{others[0]} is for --on, not for --hosts {text}. Leave {others[0]} out")
     if options.nnodes is not None:
         raise UsageError(f"--nodes {options.nnodes}: --hosts {text} has the number of nodes. Leave --nodes out")

@@ -27,6 +27,9 @@ class RunOptions:
     nproc_per_node: int | None = option("Processes (ranks) on this machine; default 1.", panel=_COMMON)
     flags: StrategyFlags = StrategyFlags()
     module: bool = option("SCRIPT is a module, as for python -m.", "-m", "--module", default=False, panel=_COMMON)
+    no_python: bool = option(
+        "SCRIPT is a program, which is started without Python.", "--no-python", default=False, panel=_COMMON
+    )
     servers: int | None = option("Parameter servers, for strategies that use them; default 1.", panel=_COMMON)
     consistency: str | None = option(
         "Consistency of servers: sequential (default of parameter-server), bounded:N (hybrid: bounded:4) or eventual.",

@@ -1,15 +1,16 @@
 """Plan the ranks that ``paceline run`` starts on this machine, and read the file of a static cluster.
 
 The file, ``{"server": ["host:port", …], "worker": ["host:port", …]}``, has the format of ``cluster`` in TensorFlow's
-TF_CONFIG. Each process gets its job and its index as options. Pure, except for reading the file.
+TF_CONFIG. Each process gets its job and its index as options. Pure, except for the file and the name of this host.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,16 @@ class Layout:
     local_world_size: int
     node: int
     """Number of this launcher among all launchers (torchrun's ``GROUP_RANK``)."""
+    node_sizes: tuple[int, ...] = ()
+    """Number of ranks of each launcher; empty if all launchers have as many ranks as this one."""
     master_addr: str
     master_port: int
     """The port; 0 means a free port, chosen later."""
+
+    def with_ranks(self, num_ranks: int) -> Layout:
+        """Return the layout of one node with another number of ranks."""
+        ranks = tuple(range(num_ranks))
+        return replace(self, ranks=ranks, local_ranks=ranks, world_size=num_ranks, local_world_size=num_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,10 +249,30 @@ def plan_ranks(
         variables["OMP_NUM_THREADS"] = str(threads)
     elif layout.local_world_size > 1 and not inherited.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(max(cores // layout.local_world_size, 1))
+    numbers = _horovod_numbers if inherited.get("HOROVOD_CONTROLLER") else _numbers
     return [
-        RankPlan(rank=rank, environment={**variables, "RANK": str(rank), "LOCAL_RANK": str(local)})
+        RankPlan(rank=rank, environment={**variables, **numbers(layout, rank, local)})
         for rank, local in zip(layout.ranks, layout.local_ranks, strict=True)
     ]
+
+
+def _numbers(layout: Layout, rank: int, local: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(local)}
+
+
+def _horovod_numbers(layout: Layout, rank: int, local: int) -> dict[str, str]:
+    """Return the variables of a rank with those that horovodrun sets."""
+    sizes = layout.node_sizes or (len(layout.ranks),) * (layout.world_size // len(layout.ranks))
+    numbers = {
+        "RANK": rank,
+        "SIZE": layout.world_size,
+        "LOCAL_RANK": local,
+        "LOCAL_SIZE": layout.local_world_size,
+        "CROSS_RANK": sum(size > local for size in sizes[: layout.node]),
+        "CROSS_SIZE": sum(size > local for size in sizes),
+    }
+    variables = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
+    return {**variables, **_numbers(layout, rank, local), "HOROVOD_HOSTNAME": platform.node()}
 
 
 def command_of(python: str, script: str, arguments: Sequence[str], *, is_module: bool) -> list[str]:

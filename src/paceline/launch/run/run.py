@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from paceline.environment import environment
@@ -21,7 +23,7 @@ from paceline.filters.modules import with_modules
 from paceline.launch.engines.engine import LOST_NODE_STATUS, report
 from paceline.launch.local import wait_cluster
 from paceline.launch.run.blame import Tracebacks
-from paceline.launch.run.elastic import ElasticRun
+from paceline.launch.run.elastic import ElasticRun, RankGrowth
 from paceline.launch.run.loop import RunLoop, Signals
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import (
@@ -52,8 +54,12 @@ The time is long, because a rank may be busy. A killed process is detected earli
 """
 
 
-def run_script(options: RunOptions) -> int:
-    """Run a script; return its status. Raises UsageError before processes start, PeerError if a server fails."""
+def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None) -> int:
+    """Run a script; return its status. Raises UsageError before processes start, PeerError if a server fails.
+
+    With `num_wanted`, an elastic run on one machine changes its number of ranks to the result of this function, which
+    is called often.
+    """
     memory_limit = options.memory.parse()
     check_script(options)
     options.engine.check_only(None)
@@ -114,7 +120,7 @@ def run_script(options: RunOptions) -> int:
             servers.serve()
             return 0
         starting.close()
-        status = _run_ranks(options, setup, setup.layout, filters, pull_filters, scheduler, servers)
+        status = _run_ranks(options, setup, setup.layout, filters, pull_filters, scheduler, servers, num_wanted)
         if status == 0 and servers is not None:
             servers.wait_workers()
         return status
@@ -163,12 +169,13 @@ def _run_ranks(
     pull_filters: str | None,
     scheduler: str | None,
     servers: RunServers | None,
+    num_wanted: Callable[[], int] | None,
 ) -> int:
     assert options.script is not None
-    plans = plan_ranks(
-        layout,
-        setup.choice,
-        {**os.environ, **options.snapshot_variables()},
+    plan = partial(
+        plan_ranks,
+        choice=setup.choice,
+        inherited={**os.environ, **options.snapshot_variables()},
         token=setup.token,
         tls=setup.tls,
         scheduler=scheduler,
@@ -177,9 +184,13 @@ def _run_ranks(
         threads=options.threads,
         cores=setup.num_cores,
     )
+    plans = plan(layout)
     elastic_options = setup.choice.options if isinstance(setup.choice.options, ElasticOptions) else None
-    command = command_of(sys.executable, options.script, options.arguments or (), is_module=options.module)
-    is_alone = layout.world_size == 1
+    if options.no_python:
+        command = [options.script, *(options.arguments or ())]
+    else:
+        command = command_of(sys.executable, options.script, options.arguments or (), is_module=options.module)
+    is_alone = layout.world_size == 1 and num_wanted is None
     screen, tracebacks = Screen(None if is_alone else "rank {}".format), Tracebacks()
     with contextlib.ExitStack() as stack:
         processes = RankProcesses()
@@ -198,8 +209,9 @@ def _run_ranks(
                     elastic_options,
                     plans,
                     start,
+                    growth=None if num_wanted is None else RankGrowth(num_wanted, layout, plan),
                     node=layout.node,
-                    max_ranks=layout.world_size,
+                    max_ranks=layout.world_size if num_wanted is None else sys.maxsize,
                     address=coordinator_address(layout),
                     token=setup.token,
                     tls=setup.tls,
@@ -245,6 +257,9 @@ def check_script(options: RunOptions, *, is_here: bool = True) -> None:
         raise UsageError(f"--job server runs no script. Leave {script} out")
     if not is_here:
         pass
+    elif options.no_python:
+        if shutil.which(script) is None:
+            raise UsageError(f"no program {script}. Pass a program in PATH, or the path of an executable file")
     elif options.module:
         _check_module(script)
     elif not Path(script).exists():

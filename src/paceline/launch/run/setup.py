@@ -155,6 +155,7 @@ def _lay_out_launcher(options: RunOptions, placement: Placement) -> Layout:
         index = placement.launcher if has_ranks else 0
         first, num_ranks = sum(placement.num_ranks[:index]), placement.num_ranks[index]
         layout = replace(layout, ranks=tuple(range(first, first + num_ranks)), world_size=sum(placement.num_ranks))
+        layout = replace(layout, node_sizes=placement.num_ranks)
     first = placement.local_launcher * num_ranks
     return replace(
         layout,

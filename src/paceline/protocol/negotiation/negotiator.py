@@ -20,6 +20,7 @@ in Romero et al. (NSDI 2022), section 3.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from paceline.errors import UsageError
@@ -54,7 +55,9 @@ class Negotiator:
     all ranks pass the decision to :meth:`decided`.
     """
 
-    def __init__(self, rank: int, size: int, *, cache_capacity: int, fusion_threshold_bytes: int) -> None:
+    def __init__(
+        self, rank: int, size: int, *, cache_capacity: int, fusion_threshold_bytes: int, fuses_groups: bool = True
+    ) -> None:
         self.rank = rank
         self.process_sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(size))}
         """The ranks of each process set."""
@@ -65,7 +68,8 @@ class Negotiator:
         self.needs_reports = False
         self.is_over = False
         """Whether a rank has left. No round follows."""
-        self._capacity, self._threshold_bytes = cache_capacity, fusion_threshold_bytes
+        self._capacity = cache_capacity
+        self._fuse = partial(fuse, threshold_bytes=fusion_threshold_bytes, fuses_groups=fuses_groups)
         self._pending: dict[Key, TensorRequest] = {}
         self._running: set[Key] = set()
         """Requests of this rank whose instructions the runtime has not carried out."""
@@ -215,7 +219,7 @@ class Negotiator:
                 self._add_to_cache(request)
             if self.rank in self.process_sets.get(request.process_set, ()):
                 ready.append(request)
-        instructions += fuse(ready, self._threshold_bytes)
+        instructions += self._fuse(ready)
         if decision.last_joined >= 0:
             self._joins = False
             instructions.append(EndJoin(decision.last_joined))
@@ -251,7 +255,7 @@ class Negotiator:
         requests = [self._cached[slot] for slot in _ones(slots & ~self._foreign)]
         ready = [request for request in requests if request.root not in self.joined]
         failed = [request for request in requests if request.root in self.joined]
-        instructions: list[NegotiationInstruction] = [*fuse(ready, self._threshold_bytes)]
+        instructions: list[NegotiationInstruction] = [*self._fuse(ready)]
         instructions += [FailRequest(request.key, joined_root(request)) for request in failed]
         return [self._cached[slot].key for slot in _ones(slots)], instructions
 

@@ -109,8 +109,11 @@ class EndJoin(Struct, frozen=True):
 NegotiationInstruction: TypeAlias = RunOperation | FailRequest | EndJoin
 
 
-def fuse(requests: Iterable[TensorRequest], threshold_bytes: int) -> list[RunOperation]:
-    """Combine small all-reduces of equal kind up to `threshold_bytes`. Small requests of a group stay together."""
+def fuse(requests: Iterable[TensorRequest], threshold_bytes: int, *, fuses_groups: bool = True) -> list[RunOperation]:
+    """Combine small all-reduces of equal kind up to `threshold_bytes`. Small requests of a group stay together.
+
+    Without `fuses_groups`, the requests of a group are not combined with other requests.
+    """
     batches: list[list[TensorRequest]] = []
     newest: dict[tuple[object, ...], tuple[list[TensorRequest], int]] = {}
     groups: dict[tuple[object, ...], list[TensorRequest]] = {}
@@ -119,7 +122,8 @@ def fuse(requests: Iterable[TensorRequest], threshold_bytes: int) -> list[RunOpe
             batches.append([request])
             continue
         scales = request.prescale, request.postscale
-        kind = (request.process_set, request.dtype, request.reduction, scales, request.device)
+        own_group = "" if fuses_groups else request.group
+        kind = (request.process_set, request.dtype, request.reduction, scales, request.device, own_group)
         batch = groups.get((kind, request.group)) if request.group else None
         if batch is not None:
             batch.append(request)

@@ -1,0 +1,1 @@
+"""The parts of Horovod that all frameworks share."""

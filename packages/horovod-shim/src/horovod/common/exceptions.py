@@ -1,0 +1,5 @@
+"""The exceptions."""
+
+from paceline.horovod import HorovodInternalError
+
+__all__ = ["HorovodInternalError"]

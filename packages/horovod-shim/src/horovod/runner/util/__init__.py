@@ -1,0 +1,1 @@
+"""Tools of the launcher that Horovod's own tests use."""

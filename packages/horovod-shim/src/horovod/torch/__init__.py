@@ -1,0 +1,3 @@
+"""The API for PyTorch."""
+
+from paceline.horovod import *  # noqa: F403

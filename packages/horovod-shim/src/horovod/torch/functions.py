@@ -1,0 +1,5 @@
+"""Parameters and objects."""
+
+from paceline.horovod import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

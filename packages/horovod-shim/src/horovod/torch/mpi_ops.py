@@ -1,0 +1,3 @@
+"""The operations."""
+
+from paceline.horovod import *  # noqa: F403

@@ -1,0 +1,5 @@
+"""The optimizer."""
+
+from paceline.horovod import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]

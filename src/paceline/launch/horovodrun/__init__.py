@@ -1,0 +1,1 @@
+"""``paceline horovodrun``: Horovod's launcher, translated to ``paceline run``."""
