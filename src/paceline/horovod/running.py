@@ -42,7 +42,8 @@ def run(
     """
     try:
         from paceline.launch.functions.call import RankResults, pickle_call
-        from paceline.launch.functions.node import RANK_MODULE, run_program
+        from paceline.launch.functions.node import run_program
+        from paceline.launch.functions.rank import RANK_MODULE
     except ImportError as error:
         raise UsageError(f"hvd.run: {error}. Install it: pip install 'paceline[horovod]'") from None
     given = {_OLD_NAMES.get(name, name): value for name, value in options.items() if value is not None}

@@ -31,7 +31,12 @@ RUN = {"config_file", "verbose", "check_build", "host_discovery_script", "slots"
 def parse(monkeypatch: pytest.MonkeyPatch, words: str) -> HorovodrunOptions:
     """Return the options of a command line."""
     received: list[HorovodrunOptions] = []
-    monkeypatch.setattr(run, "run_horovod", lambda options: received.append(options) or 0)
+
+    def receive(options: HorovodrunOptions) -> int:
+        received.append(options)
+        return 0
+
+    monkeypatch.setattr(run, "run_horovod", receive)
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     monkeypatch.setattr(sys, "argv", ["paceline", "horovodrun", *words.split()])
     with pytest.raises(SystemExit) as ended:
