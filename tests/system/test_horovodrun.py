@@ -78,7 +78,7 @@ def test_a_horovod_script_runs_unchanged(shim: Path, paceline: Commands) -> None
     assert (paceline.folder / "logs/rank1.stdout").read_text() == "total 3.0 1\n"
     command = f"the command is paceline run --nproc-per-node 2 --no-python --log-dir logs {PYTHON} train.py"
     assert command in done.stderr
-    assert "--cycle-time-ms is not needed: ranks exchange requests at once" in done.stderr
+    assert "--cycle-time-ms is not needed: ranks exchange requests immediately" in done.stderr
 
 
 def test_the_number_of_ranks_follows_the_discovery_script(paceline: Commands) -> None:

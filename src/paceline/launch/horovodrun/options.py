@@ -118,7 +118,7 @@ class HorovodrunOptions:
     network_interfaces: str | None = _not_needed(
         "ranks use the network interface of the route to the first host", "--network-interfaces", "--network-interface"
     )
-    cycle_time_ms: float | None = _not_needed("ranks exchange requests at once, without cycles", min=0)
+    cycle_time_ms: float | None = _not_needed("ranks exchange requests immediately, without cycles", min=0)
     autotune: bool | None = _not_needed(_AUTOTUNE, "--autotune/--no-autotune")
     autotune_log_file: str | None = _not_needed(_AUTOTUNE)
     autotune_warmup_samples: int | None = _not_needed(_AUTOTUNE, min=0)
