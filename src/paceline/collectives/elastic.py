@@ -88,7 +88,8 @@ class ElasticGroup(Closing):
         hello = Hello(role="rank", rank=member, incarnation=member, to=COORDINATOR)
         self._store = NetworkStore(address, token, hello, timeout_s=timeout.total_seconds(), tls=tls)
         self._rules = QuorumMember(member, is_ready=not is_newcomer)
-        self._group = join(MemoryStore(), 0, 1, token=token, timeout=timeout)
+        self.group = join(MemoryStore(), 0, 1, token=token, timeout=timeout)
+        """The group of the current quorum. If a call of its methods fails, all ranks must call :meth:`admit`."""
         self._is_closed = False
         self.member = member
         self.members: tuple[int, ...] = (member,)
@@ -107,8 +108,9 @@ class ElasticGroup(Closing):
         """Whether the last exchange ended by a successful vote of this rank."""
         self._part: tuple[CollectiveTicket, Callable[[float], None]] | None = None
         """The part of the state that this rank receives in the background, and the function that loads it."""
-        self._newcomers_wait = False
-        """Whether rank 0 has received the announcement of newcomers."""
+        self.newcomers_wait = False
+        """Whether this rank is rank 0, and has received the announcement of newcomers."""
+        self._patience = timedelta(0)
         self.admits_newcomers = False
         """Whether all ranks must call :meth:`admit` now. After an exchange, the value is equal on all ranks."""
         self.step_times = step_times
@@ -125,11 +127,11 @@ class ElasticGroup(Closing):
 
     @property
     def rank(self) -> int:
-        return self._group.rank
+        return self.group.rank
 
     @property
     def size(self) -> int:
-        return self._group.size
+        return self.group.size
 
     @property
     def quorum(self) -> int:
@@ -140,6 +142,10 @@ class ElasticGroup(Closing):
     def has_state(self) -> bool:
         """Whether this rank has the training's state."""
         return self._rules.is_ready
+
+    def set_ready(self) -> None:
+        """Record that this rank has received the training's state by calls of :attr:`group`."""
+        self._rules.is_ready = True
 
     @property
     def ready(self) -> tuple[int, ...]:
@@ -156,9 +162,13 @@ class ElasticGroup(Closing):
         """Whether ranks of the quorum are not ready. The ranks must call :meth:`heal` between two steps."""
         return self._num_ready < self.size
 
-    def enter(self, epoch: int = 0) -> bool:
-        """Join the training in `epoch`. Return False if the other ranks are in another epoch."""
-        start = self._request(JoinRequest(self._rules.member, epoch))
+    def enter(self, epoch: int = 0, *, patience: timedelta = timedelta(0)) -> bool:
+        """Join the training in `epoch`. Return False if the other ranks are in another epoch.
+
+        If later fewer ranks than ``--min-ranks`` are left, :meth:`admit` waits for `patience` for new ranks of epoch 0.
+        """
+        self._patience = patience
+        start = self._request(JoinRequest(self._rules.member, epoch, round(patience.total_seconds())))
         if isinstance(start, RetryJoin):
             return False
         self._start(start)
@@ -180,9 +190,9 @@ class ElasticGroup(Closing):
         self._limit_s = self.step_times.factor * self.step_times.others(self.rank)
         member = self.member
         request_quorum(self._store, LeaveNotice(member, self._rules.step, will_return=True), self.timeout)
-        self._group.close()
+        self.group.close()
         self._rules = QuorumMember(member, is_ready=False)
-        self._group = join(MemoryStore(), 0, 1, token=self._token, timeout=self.timeout)
+        self.group = join(MemoryStore(), 0, 1, token=self._token, timeout=self.timeout)
         self.members = self.contributors = (member,)
         self.shares, self._num_ready = None, 1
         self._reset_quorum()
@@ -194,7 +204,7 @@ class ElasticGroup(Closing):
 
     def _reset_quorum(self) -> None:
         """Reset the attributes that were valid for the last quorum only."""
-        self._newcomers_wait = self.admits_newcomers = False
+        self.newcomers_wait = self.admits_newcomers = False
         self._reset_times()
 
     def _reset_times(self) -> None:
@@ -225,7 +235,7 @@ class ElasticGroup(Closing):
         while True:
             contributors, shares, gives_state = self.ready, self._next_shares, False
             try:
-                result = run(self._group)
+                result = run(self.group)
                 if heals and result:
                     contributors, shares, gives_state = self.members, None, True
                 self._rules.prepare(gives_state=gives_state)
@@ -278,12 +288,12 @@ class ElasticGroup(Closing):
         """Start to send a part of the state to every newcomer. A failure lets the next exchange form a new quorum."""
         with contextlib.suppress(CollectiveError):
             for rank in range(self._num_ready, self.size):
-                self._group.send_async(message, rank, tag=self._rules.step)
+                self.group.send_async(message, rank, tag=self._rules.step)
 
     def receive_part(self, message: Any, load: Callable[[float], None]) -> None:
         """Start to receive a part of the state. :meth:`load_part`, or the next exchange, waits for the part."""
         with contextlib.suppress(CollectiveError):
-            self._part = self._group.recv_async(message, 0, tag=self._rules.step), load
+            self._part = self.group.recv_async(message, 0, tag=self._rules.step), load
 
     def load_part(self) -> None:
         """Wait for the part of :meth:`receive_part`, and call ``load(waited_s)``, unless the group has failed."""
@@ -298,7 +308,7 @@ class ElasticGroup(Closing):
     def start_mean(self, array: Any, out: Any) -> CollectiveTicket | None:
         """Start an all-reduce whose result the next :meth:`exchange` uses. Return None if the group has failed."""
         try:
-            return self._group.all_reduce_async(array, "mean", out=out)
+            return self.group.all_reduce_async(array, "mean", out=out)
         except CollectiveError:
             return None
 
@@ -308,11 +318,11 @@ class ElasticGroup(Closing):
         """
         has_times = is_step and self.step_times is not None
         votes = np.zeros(1 + has_times * self._num_ready)
-        votes[0] = self._newcomers_wait
+        votes[0] = self.newcomers_wait
         if has_times and self.is_ready:
             votes[1 + self.rank] = self._busy_s
         if self.size > 1:
-            votes = self._group.all_reduce(votes, "max", out=votes)
+            votes = self.group.all_reduce(votes, "max", out=votes)
         self.admits_newcomers = bool(votes[0]) and not self.has_newcomers
         if self.step_times is not None and is_step:
             self._compare(self.step_times, votes[1:].tolist())
@@ -329,7 +339,7 @@ class ElasticGroup(Closing):
 
     def _recover(self, report: QuorumReport) -> bool:
         """Enter the next quorum. Return whether the last step is committed (all ranks must apply it)."""
-        self._group.abort()  # so that other ranks do not wait for this rank in a call
+        self.group.abort()  # so that other ranks do not wait for this rank in a call
         return self._start(self._request(report))
 
     def _start(self, start: StartQuorum | RetryJoin) -> bool:
@@ -341,21 +351,22 @@ class ElasticGroup(Closing):
         while True:
             assert isinstance(start, StartQuorum)
             is_committed = self._rules.start(start) or is_committed
-            self._group.close()
+            self.group.close()
             self._reset_quorum()
             store = PrefixStore(self._store, quorum_prefix(start.quorum))
             rank, size = start.members.index(self._rules.member), len(start.members)
             try:
-                self._group = join(
+                self.group = join(
                     store, rank, size, token=self._token, host=self._host, tls=self._tls,
                     name=f"quorum {start.quorum}", timeout=self.timeout,
                 )  # fmt: skip
             except (PeerError, AddressError):
-                start = self._request(self._rules.report())
+                epoch = 0 if self._patience else None  # with patience, newcomers may join after a failure too
+                start = self._request(self._rules.report(epoch))
                 continue
             self.members, self._num_ready = start.members, start.num_ready
             self._limit_s = 0.0
-            arguments = (store, start.quorum, self._group)
+            arguments = (store, start.quorum, self.group)
             threading.Thread(target=self._watch, args=arguments, name="paceline-quorum", daemon=True).start()
             return is_committed
 
@@ -377,12 +388,12 @@ class ElasticGroup(Closing):
                 return
             key = END
             if quorum == self.quorum:
-                self._newcomers_wait = True
+                self.newcomers_wait = True
 
     def _request(self, request: JoinRequest | QuorumReport) -> StartQuorum | RetryJoin:
         # The coordinator waits up to `timeout` for the other ranks' reports, so it answers within twice this time.
-        patience = 2 * self.timeout if isinstance(request, QuorumReport) else timedelta(days=365)
-        answer = request_quorum(self._store, request, patience)
+        limit = 2 * self.timeout + self._patience if isinstance(request, QuorumReport) else timedelta(days=365)
+        answer = request_quorum(self._store, request, limit)
         if answer is None:
             raise GroupClosedError("the training has ended")
         return answer
@@ -435,5 +446,5 @@ class ElasticGroup(Closing):
                 request_quorum(self._store, leave, timedelta(seconds=_LEAVE_S))
             except PacelineError:
                 pass  # without the message, the launcher still detects the end of this process
-        self._group.close()
+        self.group.close()
         self._store.close()

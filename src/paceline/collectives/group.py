@@ -54,16 +54,17 @@ class Group(Closing):
         self.size = self._connections.layout.size
         self.ranks = self._connections.layout.ranks
         """The world rank of each rank: its rank in the group of all ranks."""
+        self.hosts = self._connections.layout.hosts
+        """The number of each rank's host. Ranks with equal numbers can share memory."""
         self._tuner = Tuner(self._connections, self._timeout_s, algorithm)
         self._operations = Operations(self._connections, self._tuner, self._timeout_s)
-        self._sequence = 0
+        self._sequence = self._num_pending = 0
         self._failure: str = ""
         self._unreported: CollectiveError | None = None
         """The error of a failed send or receive that no operation has raised yet. The next call raises this error."""
         self._reporter: threading.Thread | None = None
         self._lock = threading.RLock()
         self._submitting = threading.Lock()
-        self._num_pending = 0
         self._queue: SimpleQueue[tuple[Work, CollectiveTicket] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._owns_world = False

@@ -19,6 +19,7 @@ except ImportError as error:
         "paceline.horovod needs PyTorch, which is not installed: pip install 'paceline[torch]'"
     ) from error
 
+from paceline.horovod import elastic
 from paceline.horovod.batch_norm import HorovodSyncBatchNorm as SyncBatchNorm
 from paceline.horovod.calls import poll, synchronize
 from paceline.horovod.compression import Compression
@@ -46,7 +47,7 @@ from paceline.horovod.context import (
     shutdown,
     size,
 )
-from paceline.horovod.errors import HorovodInternalError
+from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from paceline.horovod.exchanges import (
     allgather,
     allgather_async,
@@ -98,6 +99,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "ProcessSet",
@@ -127,6 +129,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

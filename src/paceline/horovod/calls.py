@@ -146,6 +146,11 @@ def _name_of_dtype(tensor: Tensor) -> str:
     return dtype
 
 
+def forget_calls() -> None:
+    """Drop all handles. Handles of failed calls that no caller synchronizes would keep their tensors."""
+    _calls.clear()
+
+
 def poll(handle: int) -> bool:
     """Return whether an operation is done, so that :func:`synchronize` does not wait."""
     call = _calls.get(handle)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 
-from paceline import collectives
 from paceline.collectives import DEFAULT_TIMEOUT, Group
 from paceline.environment import Environment, environment
 from paceline.errors import UsageError
 from paceline.horovod.engine import HorovodEngine
+from paceline.horovod.membership import elastic_group, meet
 from paceline.horovod.process_sets import ProcessSet, global_process_set, register_global_set
 from paceline.horovod.stalls import StallInspector
-from paceline.meeting.node import memory_domain
 from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET
 
 _FUSION_THRESHOLD_BYTES: Final = 128 << 20
@@ -33,37 +33,33 @@ class Context:
     def __init__(self, group: Group, engine: HorovodEngine, local_rank: int | None) -> None:
         """`local_rank` is the launcher's number of this rank on its machine, if it is known."""
         self.group, self.engine = group, engine
-        hosts: dict[str, list[int]] = {}
-        for rank, (host, number) in enumerate(group.all_gather_objects([memory_domain(), local_rank])):
-            hosts.setdefault(host, []).append(rank)
-            if rank == group.rank:
-                own_host, own_number = host, number
-        ranks = hosts[own_host]
-        self.local_size = len(ranks)
-        self.local_rank: int = ranks.index(group.rank) if own_number is None else own_number
-        across = [host for host, members in hosts.items() if len(members) > ranks.index(group.rank)]
+        sizes, own_host = Counter(group.hosts), group.hosts[group.rank]
+        self.local_size = sizes[own_host]
+        number = group.hosts[: group.rank].count(own_host)
+        self.local_rank = number if local_rank is None else local_rank
+        across = [host for host, count in sizes.items() if count > number]
         self.cross_rank, self.cross_size = across.index(own_host), len(across)
-        self.is_homogeneous = len({len(members) for members in hosts.values()}) == 1
+        self.is_homogeneous = len(set(sizes.values())) == 1
         self.process_sets: list[ProcessSet] = []
         self.num_unnamed: dict[int, int] = {}
         """The number of unnamed requests, by process set."""
 
 
 _context: Context | None = None
-_all_ranks: Group | None = None
-"""The group of all ranks of the program. It remains after :func:`shutdown`, for the next :func:`init`."""
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
     """Connect this rank to the other ranks. All ranks must call this function. If Horovod is initialized, do nothing.
 
     The ranks and the address come from the launcher: ``paceline run``, torchrun, horovodrun, mpirun or Slurm. Without
-    a launcher, this process is the only rank. `comm` is a list of ranks, if only these ranks take part.
+    a launcher, this process is the only rank. `comm` is a list of ranks, if only these ranks take part. With
+    ``paceline run --min-ranks``, the ranks are those that are present now, and a new process waits until the other
+    ranks call this function again.
     `process_sets` are added at the start; ``"dynamic"`` has no effect, because sets can always be added later.
 
     Raises UsageError for invalid arguments and variables, DeadlineError and RankLostError if ranks are missing.
     """
-    global _context, _all_ranks
+    global _context
     if _context is not None:
         return
     if comm is not None and not (isinstance(comm, Sequence) and all(isinstance(rank, int) for rank in comm)):
@@ -76,11 +72,9 @@ def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] |
         DEFAULT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
         for timeout_s in (variables.horovod_timeout_s, variables.horovod_start_timeout_s)
     )
-    if _all_ranks is None:
-        _all_ranks = collectives.init(timeout=start_timeout)
-    group = _all_ranks.subgroup(comm or range(_all_ranks.size), timeout=timeout)
-    if group is None:
-        raise UsageError(f"rank {_all_ranks.rank} called init(comm={list(comm or ())}), which does not contain it")
+    group = meet(comm, start_timeout, timeout)
+    atexit.unregister(_shut_down_at_exit)
+    atexit.register(_shut_down_at_exit)  # so that it runs before the functions that meet() has registered
     threshold, capacity = variables.horovod_fusion_threshold, variables.horovod_cache_capacity
     engine = HorovodEngine(
         group,
@@ -125,7 +119,6 @@ def shutdown() -> None:
     register_global_set(0, None)
 
 
-@atexit.register
 def _shut_down_at_exit() -> None:
     with contextlib.suppress(Exception):
         shutdown()
@@ -141,6 +134,11 @@ def current() -> Context:
 def is_initialized() -> bool:
     """Return whether :func:`init` was called, and :func:`shutdown` was not called since."""
     return _context is not None
+
+
+def can_change_size() -> bool:
+    """Return whether the number of ranks may change, or ``HOROVOD_ELASTIC=1`` requests the same behaviour."""
+    return elastic_group() is not None or environment().is_horovod_elastic
 
 
 def size() -> int:

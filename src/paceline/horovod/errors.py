@@ -1,4 +1,4 @@
-"""The error that Horovod's users expect of collective operations."""
+"""The exceptions that Horovod's users expect of collective operations and of elastic training."""
 
 from __future__ import annotations
 
@@ -7,3 +7,12 @@ from paceline.errors import PeerError
 
 class HorovodInternalError(PeerError, RuntimeError):
     """A collective operation failed: the ranks' requests differ, a rank was lost, or a rank called ``shutdown``."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  (Horovod's name)
+    """New ranks wait to join an elastic training. :func:`paceline.horovod.elastic.run` handles this exception."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        """`skip_sync` means that the ranks' states are equal already. Paceline does not raise it with True."""
+        super().__init__()
+        self.skip_sync = skip_sync

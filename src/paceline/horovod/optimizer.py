@@ -14,11 +14,10 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.horovod.calls import synchronize
 from paceline.horovod.compression import Compression, Compressor
-from paceline.horovod.context import size
+from paceline.horovod.context import can_change_size, size
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.reductions import (
     Adasum,
@@ -71,7 +70,7 @@ class GradientReduction:
         """For each unit in flight, a function that waits and stores the result."""
         self._has_gradients = False
         """Whether a backward pass has run since the last synchronization."""
-        if process_set.included() and (size() > 1 or environment().is_horovod_elastic):
+        if process_set.included() and (size() > 1 or can_change_size()):
             for parameter in names:
                 if parameter.requires_grad:
                     self._units[parameter] = grouped.get(parameter, (parameter,))

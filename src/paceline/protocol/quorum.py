@@ -39,6 +39,8 @@ class JoinRequest(Struct, frozen=True, array_like=True, tag=True):
 
     member: Number
     epoch: Number
+    patience_s: Number = 0
+    """Time to wait for new ranks when too few ranks live, before the training fails."""
 
 
 class QuorumReport(Struct, frozen=True, array_like=True, tag=True):
@@ -143,9 +145,10 @@ class Coordinator:
     processes ends before the quorum starts, another process may take its place. Places that are free
     `start_timeout_s` after the first start remain free.
 
-    The training fails if fewer than `min_ranks` members live. The coordinator waits `report_timeout_s` for the members'
-    reports, from the first report on, and declares members without a report lost. The training also fails if the
-    members of the quorums change more than `max_changes` times.
+    The training fails if fewer than `min_ranks` members live, and not enough processes join within the time that the
+    ranks' requests contain. The coordinator waits `report_timeout_s` for the members' reports, from the first report
+    on, and declares members without a report lost. The training also fails if the members of the quorums change more
+    than `max_changes` times.
     """
 
     def __init__(
@@ -185,6 +188,8 @@ class Coordinator:
         self._reports: dict[int, QuorumReport] = {}
         self._start: StartQuorum | None = None
         self._deadline_s: float | None = None
+        self._patience_s = 0
+        self._patience_until_s = 0.0
         self._is_announced = False
         self._max_changes, self._num_changes = max_changes, 0
 
@@ -230,7 +235,8 @@ class Coordinator:
             return [DismissProcess(member)]
         self._waiting[member] = request.epoch
         self._awaited.discard(member)
-        return self._start_first() if not self.quorum else self._announce()
+        self._patience_s = max(self._patience_s, request.patience_s)
+        return self._start_first() if not self.quorum else [*self._announce(), *self._decide()]
 
     def reported(self, report: QuorumReport, time_s: float) -> list[QuorumInstruction]:
         if report.member not in self._alive or report.quorum > self.quorum:
@@ -241,6 +247,7 @@ class Coordinator:
         self._reports[report.member] = report
         if self._deadline_s is None:
             self._deadline_s = time_s + self._report_timeout_s
+            self._patience_until_s = time_s + self._patience_s
         return self._decide()
 
     def left(self, request: LeaveNotice) -> list[QuorumInstruction]:
@@ -286,7 +293,7 @@ class Coordinator:
         self._has_ended |= not is_failure
         if is_failure and self._has_ended:
             return self._fail("a rank failed after another rank had ended the training")
-        if is_failure and self._num_living < self._min_ranks:
+        if is_failure and self._num_living < self._min_ranks and not self._patience_s:
             return self._fail_for_size(self._num_living)
         if is_failure and self.is_over:
             return self._fail("no rank is left that has the training's state")
@@ -301,10 +308,12 @@ class Coordinator:
         if self._num_places is not None:
             return self._close_places()
         silent = sorted(self._alive - self._reports.keys())
+        if self._alive and not silent:  # the members have waited for new ranks
+            return self._fail_for_size(self._num_living)
         self._alive -= set(silent)
         self._processes -= set(silent)
         instructions: list[QuorumInstruction] = [BreakQuorum(self.quorum), *map(ExpelMember, silent)] if silent else []
-        if self._num_living < self._min_ranks:
+        if self._num_living < self._min_ranks and not self._patience_s:
             return [*instructions, *self._fail_for_size(self._num_living)]
         return [*instructions, *self._decide()]
 
@@ -355,8 +364,11 @@ class Coordinator:
             late = [member for member, position in self._waiting.items() if position != epoch]
             room = max(self._max_ranks - len(self._alive), 0)
             newcomers = [member for member in sorted(self._waiting) if member not in late][:room]
-            for member in (*late, *newcomers):
-                del self._waiting[member]
+        if self._patience_s and not self._has_ended and self._num_living + len(newcomers) < self._min_ranks:
+            self._deadline_s = self._patience_until_s
+            return []
+        for member in (*late, *newcomers):
+            del self._waiting[member]
         return [*self._start_quorum(ready, {*self._alive, *newcomers} - ready, step), *map(RetryJoin, late)]
 
     def _start_quorum(self, ready: Set[int], others: Set[int], step: int) -> list[QuorumInstruction]:
@@ -382,7 +394,8 @@ class Coordinator:
 
     def _fail_for_size(self, num_left: int) -> list[QuorumInstruction]:
         ranks = "1 rank is" if num_left == 1 else f"{num_left} ranks are" if num_left else "no rank is"
-        return self._fail(f"{ranks} left, and --min-ranks is {self._min_ranks}")
+        waited = f", no new rank has joined within {self._patience_s} s" if self.quorum and self._patience_s else ""
+        return self._fail(f"{ranks} left{waited}, and --min-ranks is {self._min_ranks}")
 
     def _fail(self, reason: str) -> list[QuorumInstruction]:
         self.has_failed = True

@@ -103,7 +103,7 @@ def test_a_silent_rank_is_expelled_and_cannot_return(training: Training) -> None
                 group.barrier()
             return "lost"
         if group.rank == 0:
-            group._group.abort()  # this exchange fails although no rank has died
+            group.group.abort()  # this exchange fails although no rank has died
         total = group.all_reduce(np.ones(1)).tolist()
         may_continue.set()
         return total
@@ -119,7 +119,7 @@ def test_the_other_ranks_do_not_wait_for_a_silent_rank_that_is_lost(training: Tr
     def work(group: ElasticGroup) -> Any:
         if group.rank == 1:
             may_end.wait(20)
-            group._group.abort()
+            group.group.abort()
             return None
         waits.set()
         begun_s = time.monotonic()

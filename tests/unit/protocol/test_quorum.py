@@ -76,6 +76,46 @@ def test_a_newcomer_enters_between_two_steps_and_is_not_ready(coordinator: Coord
     assert started(coordinator.reported(report(2, 1, 7, epoch=2), 0.0)) == StartQuorum(2, (0, 1, 2, 3), 7, 3)
 
 
+def test_too_few_members_wait_for_newcomers() -> None:
+    coordinator = Coordinator(range(2), min_ranks=2, max_ranks=2, report_timeout_s=10.0)
+    coordinator.joined(JoinRequest(0, 0, patience_s=30))
+    coordinator.joined(JoinRequest(1, 0, patience_s=30))
+    assert coordinator.reported(report(0, 1, 0, epoch=0), 100.0) == []
+    assert coordinator.ended(1, is_failure=True) == [BreakQuorum(1)]
+    deadline_s = coordinator.deadline_s
+    assert deadline_s == 130.0
+    coordinator.started(2)
+    instructions = coordinator.joined(JoinRequest(2, 0, patience_s=30))
+    assert started(instructions) == StartQuorum(2, (0, 2), 0, 1)
+    assert coordinator.deadline_s is None
+    coordinator.ended(2, is_failure=True)
+    assert coordinator.reported(report(0, 2, 0, epoch=0), 200.0) == coordinator.time_passed(229.0) == []
+    assert coordinator.time_passed(230.0) == [
+        FailTraining("1 rank is left, no new rank has joined within 30 s, and --min-ranks is 2")
+    ]
+
+
+def test_a_member_without_a_report_is_lost_while_the_others_wait() -> None:
+    coordinator = Coordinator(range(3), min_ranks=2, max_ranks=3, report_timeout_s=10.0)
+    for member in range(3):
+        coordinator.joined(JoinRequest(member, 0, patience_s=30))
+    coordinator.ended(1, is_failure=True)
+    coordinator.reported(report(0, 1, 0, epoch=0), 100.0)
+    assert coordinator.time_passed(110.0) == [BreakQuorum(1), ExpelMember(2)]
+    assert coordinator.deadline_s == 130.0
+    coordinator.started(3)
+    assert started(coordinator.joined(JoinRequest(3, 0))) == StartQuorum(2, (0, 3), 0, 1)
+
+
+def test_the_last_members_of_a_training_do_not_wait_for_newcomers() -> None:
+    coordinator = Coordinator(range(2), min_ranks=2, max_ranks=2, report_timeout_s=10.0)
+    for member in range(2):
+        coordinator.joined(JoinRequest(member, 0, patience_s=30))
+    coordinator.left(LeaveNotice(1, 0))
+    coordinator.ended(1, is_failure=False)
+    assert started(coordinator.reported(report(0, 1, 0, epoch=0), 100.0)) == StartQuorum(2, (0,), 0, 1)
+
+
 def test_a_newcomer_of_another_epoch_joins_again(coordinator: Coordinator) -> None:
     coordinator.started(3)
     coordinator.joined(JoinRequest(3, 1))

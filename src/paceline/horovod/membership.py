@@ -1,0 +1,68 @@
+"""Connect the ranks of the program: once, or again after each change of the ranks of an elastic training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+from paceline import collectives
+from paceline.collectives import Group
+from paceline.collectives.elastic import ElasticGroup
+from paceline.collectives.start import load_kernels
+from paceline.environment import environment
+from paceline.errors import GroupClosedError, UsageError
+from paceline.strategies import is_elastic
+
+_ELASTIC_TIMEOUT_S: Final = 600
+
+_all_ranks: Group | None = None
+"""The group of all ranks of the program, which remains after ``shutdown`` for the next ``init``."""
+_elastic: ElasticGroup | None = None
+"""This process's membership in an elastic training, in place of the group of all ranks."""
+
+
+def elastic_group() -> ElasticGroup | None:
+    """Return this process's membership in an elastic training; None if the number of ranks is fixed."""
+    return _elastic
+
+
+def meet(comm: Sequence[int] | None, start_timeout: timedelta, timeout: timedelta) -> Group:
+    """Return a new group of all ranks that are present, or of the ranks in `comm`. All ranks call this function.
+
+    `timeout` limits the calls of the group, and `start_timeout` the first connection of ranks whose number is fixed. In
+    an elastic training the function admits new ranks. A new rank waits in this function until the other ranks call it.
+    """
+    global _all_ranks
+    if is_elastic(environment()):
+        if comm is not None:
+            raise UsageError(f"init(comm={list(comm)}): not supported with --min-ranks. Leave comm out")
+        return _meet_elastic(timeout)
+    if _all_ranks is None:
+        _all_ranks = collectives.init(timeout=start_timeout)
+    group = _all_ranks.subgroup(comm or range(_all_ranks.size), timeout=timeout)
+    if group is None:
+        raise UsageError(f"rank {_all_ranks.rank} called init(comm={list(comm or ())}), which does not contain it")
+    return group
+
+
+def _meet_elastic(timeout: timedelta) -> Group:
+    global _elastic
+    if _elastic is not None:
+        _elastic.admit(0)
+        return _elastic.group
+    from paceline.torch.strategies.elastic.place import find_place  # here, because the import takes time
+
+    place = find_place(timeout)
+    if place.is_newcomer:
+        load_kernels()
+    elastic = place.connect(timeout, None)
+    patience_s = environment().horovod_elastic_timeout_s
+    try:
+        elastic.enter(patience=timedelta(seconds=_ELASTIC_TIMEOUT_S if patience_s is None else patience_s))
+    except GroupClosedError:
+        print("paceline: the training ended before this rank could take part", file=sys.stderr, flush=True)
+        sys.exit(0)
+    _elastic = elastic
+    return elastic.group
