@@ -73,7 +73,7 @@ def manifests(
         check_script(options, is_here=False)
         plan = plan_roles(options, can_grow=pods.kind == "job")  # raises UsageError for invalid options
         words = ["paceline", *command]
-        found = manifests_of_run(pods, make_token(), plan.nodes, words, is_elastic=plan.continues_without_nodes)
+        found = manifests_of_run(pods, make_token(), plan.nodes, words, is_elastic=plan.is_elastic)
     elif name == "scheduler":
         build_flags(ClusterFlags, "cluster", values).parse()  # raises UsageError for invalid settings
         found = manifests_of_cluster(pods, make_token(), values["servers"], values["workers"], arguments)

@@ -30,12 +30,6 @@ class _Unreachable(msgspec.Struct, frozen=True, array_like=True):
     error: str
 
 
-class _Report(msgspec.Struct, frozen=True, array_like=True):
-    """The result of the check on one host."""
-
-    unreachable: tuple[_Unreachable, ...]
-
-
 def check_hosts(world: World, timeout_s: float) -> None:
     """Connect the first rank of each host to the first rank of each other host.
 
@@ -50,18 +44,19 @@ def check_hosts(world: World, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     store = PrefixStore(world.store, "connections between hosts")
     if world.rank in hosts:
-        report = _report(world, [rank for rank in hosts if rank != world.rank])
-        store.set(f"{world.rank}", msgspec.msgpack.encode(report))
+        unreachable = _find_unreachable(world, [rank for rank in hosts if rank != world.rank])
+        store.set(f"{world.rank}", msgspec.msgpack.encode(unreachable))
     if world.rank == 0:
         found = _await(world, store, {rank: f"{rank}" for rank in hosts}, deadline)
-        reports = {rank: read_meta(found[rank], _Report, "a report on connections between hosts") for rank in hosts}
+        kind, name = tuple[_Unreachable, ...], "a report on connections between hosts"
+        reports = {rank: read_meta(found[rank], kind, name) for rank in hosts}
         store.set(_VERDICT, _describe(world.infos, hosts, reports).encode())
     verdict = _await(world, store, {0: _VERDICT}, deadline)[0].decode()
     if verdict:
         raise CollectiveError(verdict)
 
 
-def _report(world: World, ranks: Sequence[int]) -> _Report:
+def _find_unreachable(world: World, ranks: Sequence[int]) -> list[_Unreachable]:
     def error_of(rank: int) -> str | None:
         try:
             shut(open_socket(world.infos[rank].endpoint.tcp, _CONNECT_S))
@@ -71,7 +66,7 @@ def _report(world: World, ranks: Sequence[int]) -> _Report:
 
     with ThreadPoolExecutor(min(len(ranks), _MAX_THREADS), thread_name_prefix="paceline-hosts") as pool:
         errors = zip(ranks, pool.map(error_of, ranks), strict=True)
-        return _Report(tuple(_Unreachable(rank, error) for rank, error in errors if error is not None))
+        return [_Unreachable(rank, error) for rank, error in errors if error is not None]
 
 
 def _await(world: World, store: PrefixStore, keys: dict[int, str], deadline: float) -> dict[int, bytes]:
@@ -81,7 +76,9 @@ def _await(world: World, store: PrefixStore, keys: dict[int, str], deadline: flo
     return found
 
 
-def _describe(infos: Sequence[NodeInfo], hosts: dict[int, list[int]], reports: dict[int, _Report]) -> str:
+def _describe(
+    infos: Sequence[NodeInfo], hosts: dict[int, list[int]], reports: dict[int, tuple[_Unreachable, ...]]
+) -> str:
     """Return an error message with the pairs of hosts that cannot connect; empty if there are none."""
 
     def name(rank: int) -> str:
@@ -89,8 +86,8 @@ def _describe(infos: Sequence[NodeInfo], hosts: dict[int, list[int]], reports: d
 
     pairs = [
         f"{name(rank)} cannot connect to {name(other.rank)}: {other.error}"
-        for rank, report in reports.items()
-        for other in report.unreachable
+        for rank, unreachable in reports.items()
+        for other in unreachable
     ]
     if not pairs:
         return ""

@@ -320,13 +320,7 @@ class RolePlan:
     servers: int
     nodes: int
     is_elastic: bool
-    """Whether the ranks continue without a lost node."""
-    max_nodes: int
-    """The largest number of nodes. More than `nodes` may join an elastic training."""
-
-    @property
-    def continues_without_nodes(self) -> bool:
-        return self.is_elastic and self.max_nodes > 1
+    """Whether the ranks of other nodes continue if a node is lost."""
 
 
 def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None, *, can_grow: bool = False) -> RolePlan:
@@ -348,6 +342,5 @@ def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None, *, c
         ranks_per_node=len(layout.ranks),
         servers=choice.servers,
         nodes=num_nodes,
-        is_elastic=isinstance(choice.options, ElasticOptions),
-        max_nodes=max_ranks // len(layout.ranks),
+        is_elastic=isinstance(choice.options, ElasticOptions) and max_ranks >= 2 * len(layout.ranks),
     )
