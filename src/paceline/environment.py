@@ -118,6 +118,10 @@ class Environment:
     """Not ``HOROVOD_DISABLE_GROUP_FUSION``: whether groups of tensors are fused with other tensors."""
     horovod_log_level: str | None = None
     """``HOROVOD_LOG_LEVEL``: the lowest level of messages of ``paceline.horovod``, in lower case."""
+    horovod_timeline: str | None = None
+    """``HOROVOD_TIMELINE``: file for the timeline of all ranks of ``paceline.horovod``. ``DYNAMIC`` does nothing."""
+    has_horovod_timeline_rounds: bool = False
+    """``HOROVOD_TIMELINE_MARK_CYCLES``: whether the timeline has the rounds of the negotiation."""
     is_horovod_elastic: bool = False
     """``HOROVOD_ELASTIC``: whether a distributed optimizer of Horovod's API averages gradients on a single rank too."""
     coordinator: str | None = None
@@ -214,6 +218,8 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         horovod_elastic_timeout_s=_integer(found, "HOROVOD_ELASTIC_TIMEOUT", 1),
         has_horovod_group_fusion=not _boolean(found, "HOROVOD_DISABLE_GROUP_FUSION"),
         horovod_log_level=_log_level(found, "HOROVOD_LOG_LEVEL"),
+        horovod_timeline=found.get("HOROVOD_TIMELINE") or None,
+        has_horovod_timeline_rounds=_boolean(found, "HOROVOD_TIMELINE_MARK_CYCLES"),
         is_horovod_elastic=_boolean(found, "HOROVOD_ELASTIC"),
         coordinator=found.get("PACELINE_COORDINATOR") or None,
         status_url=found.get("KUBEFLOW_TRAINER_STATUS_URL") or None,

@@ -46,6 +46,8 @@ from paceline.horovod.context import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from paceline.horovod.exchanges import (
@@ -161,5 +163,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

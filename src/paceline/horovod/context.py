@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,8 +20,11 @@ from paceline.horovod.engine import HorovodEngine
 from paceline.horovod.membership import elastic_group, meet
 from paceline.horovod.process_sets import ProcessSet, global_process_set, register_global_set
 from paceline.horovod.stalls import StallInspector
+from paceline.horovod.traces import RankTraces
+from paceline.observe.timeline import TimelineWriter
 from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET
 
+_log = logging.getLogger(__name__)
 _FUSION_THRESHOLD_BYTES: Final = 128 << 20
 _CACHE_CAPACITY: Final = 1024
 _STALL_WARNING_S: Final = 60
@@ -87,6 +91,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] |
     register_global_set(group.size, group.rank)
     engine.start()
     _log.info("rank %d of %d has started", group.rank, group.size)
+    if variables.horovod_timeline not in (None, "DYNAMIC"):
+        start_timeline(variables.horovod_timeline, variables.has_horovod_timeline_rounds)
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
 
@@ -104,7 +110,16 @@ def _stall_inspector(variables: Environment) -> StallInspector | None:
     warning_s, failure_s = variables.horovod_stall_warning_s, variables.horovod_stall_failure_s or 0
     if variables.is_horovod_stall_check_disabled:
         return None
-    return StallInspector(_STALL_WARNING_S if warning_s is None else warning_s, failure_s)
+    warning_s = _STALL_WARNING_S if warning_s is None else warning_s
+    if 0 < failure_s < warning_s:
+        _log.warning(
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%d is ignored, because it is below the time of the warning, "
+            "%d s. Increase it, or decrease HOROVOD_STALL_CHECK_TIME_SECONDS.",
+            failure_s,
+            warning_s,
+        )
+        failure_s = 0
+    return StallInspector(warning_s, failure_s)
 
 
 def shutdown() -> None:
@@ -122,6 +137,26 @@ def shutdown() -> None:
 def _shut_down_at_exit() -> None:
     with contextlib.suppress(Exception):
         shutdown()
+
+
+def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
+    """Write the phases of all operations of all ranks into a file, as a Chrome trace, until :func:`stop_timeline`.
+
+    The call on rank 0 starts the timeline of all ranks. Calls on other ranks do nothing. All times are those of the
+    clock of rank 0. With `mark_cycles`, the file also has the start of each round of the negotiation. The file is valid
+    JSON at any time, and is at most about a second behind. Raises OSError if the file cannot be created.
+    """
+    engine = current().engine
+    if engine.is_coordinator:
+        engine.set_timeline(None)
+        engine.set_timeline(RankTraces(TimelineWriter(file_path)), has_rounds=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Write the last events of all ranks, and close the file of :func:`start_timeline`. On other ranks, do nothing."""
+    engine = current().engine
+    if engine.is_coordinator:
+        engine.set_timeline(None)
 
 
 def current() -> Context:

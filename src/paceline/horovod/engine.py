@@ -14,16 +14,21 @@ import numpy as np
 import torch
 
 from paceline.collectives import Group
+from paceline.collectives.clocks import clock_offsets
 from paceline.errors import CollectiveError, first_line
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import TensorEntry, TensorExecutor
-from paceline.horovod.stalls import StallInspector
+from paceline.horovod.stalls import StallInspector, main_thread_line
+from paceline.horovod.traces import PhaseRecorder, RankTraces
 from paceline.horovod.wakeups import Wakeups
 from paceline.protocol.negotiation.negotiator import Negotiator
 from paceline.protocol.negotiation.requests import (
     ADD_PROCESS_SET,
     CHANGE_SETS,
     GLOBAL_SET,
+    NO_TIMELINE,
+    TIMELINE,
+    TIMELINE_OF_ROUNDS,
     EndJoin,
     FailRequest,
     Key,
@@ -80,7 +85,21 @@ class HorovodEngine:
         """The process set whose group runs an operation."""
         self._last_joined: int | None = None
         self._failure = ""
+        self._lines: list[str] = []
+        """On rank 0, the lines that the main threads of all ranks execute, if they were reported in this round."""
+        self._stall = ""
+        """On rank 0, the error that the next decision sends to all ranks."""
+        self._recorder: PhaseRecorder | None = None
+        self._timeline = NO_TIMELINE
+        """The state of the timeline on all ranks, and on rank 0 the state that its next decision sends."""
+        self._traces: RankTraces | None = None
+        self._traced_s = 0.0
+        """The time at which rank 0 wrote the last events."""
         self._thread = threading.Thread(target=self._serve, name="paceline-horovod", daemon=True)
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self._group.rank == 0
 
     def start(self) -> None:
         self._thread.start()
@@ -90,8 +109,10 @@ class HorovodEngine:
         with self._lock:
             self._check_alive()
             self._negotiator.request([entry.request for entry in entries])
+            requested_ns = 0 if self._recorder is None else time.monotonic_ns()
             for entry in entries:
                 self._entries[entry.request.key] = entry
+                entry.requested_ns = requested_ns
             self._wake_thread()
 
     def wait(self, entry: TensorEntry) -> None:
@@ -121,6 +142,20 @@ class HorovodEngine:
         entry = TensorEntry(TensorRequest(operation, operation, shape=tuple(ranks)))
         self.submit([entry])
         self.wait(entry)
+
+    def set_timeline(self, traces: RankTraces | None, *, has_rounds: bool = False) -> None:
+        """Start or end the timeline of all ranks, and wait until all ranks have done so. Only rank 0 may call it."""
+        with self._lock:
+            self._check_alive()
+            self._timeline = NO_TIMELINE if traces is None else TIMELINE_OF_ROUNDS if has_rounds else TIMELINE
+            if traces is not None:
+                self._traces = traces
+            elif self._traces is None:
+                return
+            self._negotiator.ask_for_reports()
+            self._wake_thread()
+        with self._changed:
+            self._changed.wait_for(lambda: (self._recorder is None) == (traces is None) or self._failure)
 
     def find_process_set(self, ranks: Sequence[int]) -> int | None:
         with self._lock:
@@ -153,11 +188,16 @@ class HorovodEngine:
                 while not self._negotiator.is_over:
                     self._wait_for_round()
                     self._run_round()
+                self._set_recorder(NO_TIMELINE)
+        except HorovodInternalError as error:
+            failure = str(error)
         except BaseException as error:
             failure = f"a collective operation failed, and Horovod ends on this rank: {first_line(error)}"
             for number, group in self._executor.groups.items():
                 if number != self._running_set or not isinstance(error, CollectiveError):
                     group.abort()  # a group whose own operation failed has notified its ranks
+        if self._traces is not None:
+            self._traces.close()
         with self._lock:
             self._failure = failure
             keys = list(self._entries)
@@ -170,7 +210,7 @@ class HorovodEngine:
                 if self._negotiator.has_news:
                     return
                 self._is_waiting = True
-                timeout = _CHECK if self._negotiator.has_pending else _IDLE
+                timeout = _CHECK if self._negotiator.has_pending or self._recorder is not None else _IDLE
             began = time.monotonic()
             is_started = self._wakeups.wait(self._round, timeout)
             with self._lock:
@@ -180,6 +220,8 @@ class HorovodEngine:
 
     def _run_round(self) -> None:
         self._wakeups.wake_other_ranks(self._round)
+        if self._recorder is not None:
+            self._recorder.add_round()
         with self._lock:
             vote, num_bits = self._negotiator.vote(), self._negotiator.num_bits
         bits = np.frombuffer(bytearray(vote.to_bytes(num_bits + 7 >> 3, "little")), np.uint8)
@@ -189,30 +231,82 @@ class HorovodEngine:
             instructions = self._negotiator.agreed(int.from_bytes(bits.tobytes(), "little"))
         self._carry_out(instructions)
         if self._negotiator.needs_reports:
-            with self._lock:
-                report = self._negotiator.report()
-            reports = self._group.gather_objects(msgspec.msgpack.encode(report))
-            data = b""
-            if reports is not None:
-                decoded = [read_meta(text, NegotiationReport, "a report of the negotiation") for text in reports]
-                data = msgspec.msgpack.encode(self._negotiator.decide(decoded))
-            data = self._group.broadcast_object(data)
-            decision = read_meta(data, NegotiationDecision, "a decision of the negotiation")
+            decision = self._decide()
+            if decision.failure:
+                raise HorovodInternalError(decision.failure)
+            self._set_recorder(decision.timeline)
             with self._lock:
                 instructions = self._negotiator.decided(decision)
             self._carry_out(instructions)
-        if self._stalls is not None and self._group.rank == 0:
-            self._inspect_stalls(self._stalls)
+            self._send_events()
+        if self.is_coordinator:
+            if self._stalls is not None:
+                self._inspect_stalls(self._stalls)
+            if self._recorder is not None and time.monotonic() - self._traced_s >= _CHECK.total_seconds():
+                self._ask_for_reports()
+            self._lines.clear()
+
+    def _decide(self) -> NegotiationDecision:
+        """Send this rank's report to rank 0, and return the decision of rank 0."""
+        with self._lock:
+            report = self._negotiator.report()
+        report = msgspec.structs.replace(report, line=main_thread_line())
+        reports = self._group.gather_objects(msgspec.msgpack.encode(report))
+        data = b""
+        if reports is not None:
+            decoded = [read_meta(text, NegotiationReport, "a report of the negotiation") for text in reports]
+            self._lines = [report.line for report in decoded]
+            decision = self._negotiator.decide(decoded)
+            decision = msgspec.structs.replace(decision, timeline=self._timeline, failure=self._stall)
+            data = msgspec.msgpack.encode(decision)
+        return read_meta(self._group.broadcast_object(data), NegotiationDecision, "a decision of the negotiation")
+
+    def _ask_for_reports(self) -> None:
+        with self._lock:
+            self._negotiator.ask_for_reports()
 
     def _inspect_stalls(self, stalls: StallInspector) -> None:
         with self._lock:
-            warning, errors = stalls.inspect(self._negotiator.missing(), time.monotonic())
-            if errors:
-                self._negotiator.fail(errors)
-        if warning:
-            _log.warning("%s", warning)
+            missing = self._negotiator.missing()
+        now_s = time.monotonic()
+        if not any(stalls.find_late(missing, now_s)):
+            return
+        if self._lines:
+            warning, self._stall = stalls.describe(missing, now_s, self._lines)
+            if warning:
+                _log.warning("%s", warning)
+        if self._stall or not self._lines:
+            self._ask_for_reports()
+
+    def _set_recorder(self, timeline: int) -> None:
+        """Start or end the timeline of this rank. All ranks call this method in the same round."""
+        if (self._recorder is None) == (timeline == NO_TIMELINE):
+            return
+        if timeline == NO_TIMELINE:
+            self._send_events()
+            if self._traces is not None:
+                self._traces.close()
+            self._traces = recorder = None
+        else:
+            offsets_ns = clock_offsets(self._group)
+            if self._traces is not None:
+                self._traces.offsets_ns = offsets_ns
+            recorder = PhaseRecorder(has_rounds=timeline == TIMELINE_OF_ROUNDS)
+        with self._changed:
+            self._recorder = recorder
+            self._changed.notify_all()
+
+    def _send_events(self) -> None:
+        """Send the events of the timeline to rank 0, which writes them."""
+        if self._recorder is None:
+            return
+        events = self._group.gather_objects(self._recorder.take())
+        self._traced_s = time.monotonic()
+        if self._traces is not None and events is not None:
+            self._traces.write(events)
 
     def _carry_out(self, instructions: Sequence[NegotiationInstruction]) -> None:
+        agreed_ns = 0 if self._recorder is None else time.monotonic_ns()
         for instruction in instructions:
             match instruction:
                 case RunOperation(requests):
@@ -224,8 +318,10 @@ class HorovodEngine:
                         self._change_groups(requests[0])
                     else:
                         self._running_set = requests[0].process_set
-                        self._executor.run(requests, entries)
+                        phases = self._executor.run(requests, entries)
                         self._running_set = GLOBAL_SET
+                        if self._recorder is not None:
+                            self._recorder.add(entries, agreed_ns, phases)
                     self._finish(keys)
                 case FailRequest(key, error):
                     self._finish([key], error)

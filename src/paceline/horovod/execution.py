@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -27,7 +28,9 @@ _ADASUM_TAG: Final = 1
 class TensorEntry:
     """A request of this rank with its tensors, until the operation is done."""
 
-    __slots__ = ("error", "is_done", "output", "received_splits", "request", "splits", "stream", "tensor")
+    __slots__ = (
+        "error", "is_done", "output", "received_splits", "request", "requested_ns", "splits", "stream", "tensor",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -41,6 +44,8 @@ class TensorEntry:
         self.received_splits: list[int] = []
         self.is_done = False
         self.error = ""
+        self.requested_ns = 0
+        """The time of the request, if a timeline is recorded."""
         self.stream: Any = None
         if tensor is not None and tensor.is_cuda:
             self.stream = torch.cuda.current_stream(tensor.device)
@@ -75,10 +80,18 @@ class TensorExecutor:
         self.groups: dict[int, Group] = {}
         """The groups of the process sets that this rank belongs to."""
         self._process_sets = process_sets
+        self._phases: list[tuple[str, int]] = []
 
-    def run(self, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]) -> None:
-        """Run one operation. A rank without an entry has joined: it contributes nothing to the result."""
+    def run(
+        self, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]
+    ) -> Sequence[tuple[str, int]]:
+        """Run one operation. A rank without an entry has joined: it contributes nothing to the result.
+
+        Return the phases of the operation, with Horovod's names, and their ends in nanoseconds.
+        """
         request, entry = requests[0], entries[0]
+        self._phases = []
+        self._end_phase("QUEUE")
         group = self.groups[request.process_set]
         if request.operation == ALLREDUCE and request.reduction != ADASUM:
             self._all_reduce(group, requests, entries)
@@ -99,6 +112,12 @@ class TensorExecutor:
                 entry.finish(result)
         else:
             group.barrier()
+        is_fused = len(requests) > 1
+        self._end_phase("MEMCPY_OUT_FUSION_BUFFER" if is_fused else f"PACELINE_{request.operation.upper()}")
+        return self._phases
+
+    def _end_phase(self, name: str) -> None:
+        self._phases.append((name, time.monotonic_ns()))
 
     def _all_reduce(
         self, group: Group, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]
@@ -115,7 +134,9 @@ class TensorExecutor:
                 entry.finish(result)
             return
         fused = torch._C._nn.flatten_dense_tensors(sources)
+        self._end_phase("MEMCPY_IN_FUSION_BUFFER")
         result = _reduced(group, fused, requests[0], out=fused)
+        self._end_phase("PACELINE_ALLREDUCE")
         parts = torch._C._nn.unflatten_dense_tensors(result, sources)
         outputs: list[Tensor] = []
         copies: list[Tensor] = []
@@ -158,7 +179,7 @@ def _reduced(
     else:
         result = group.all_reduce(scaled, name, out=scaled if scaled is not source else out)
     if is_average and not is_mean:
-        result = result.floor_divide_(group.size)
+        result = result.div_(group.size, rounding_mode="trunc")
     return _scaled(result, request.postscale)
 
 

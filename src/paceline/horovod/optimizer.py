@@ -105,13 +105,14 @@ class GradientReduction:
         for parameter in unit:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.is_sparse and self._sparse_as_dense:
-                parameter.grad = parameter.grad.to_dense()
         name, gradients = self._names[unit[0]], [parameter.grad for parameter in unit]
-        if len(unit) == 1 and gradients[0] is not None and gradients[0].is_sparse:
+        if len(unit) == 1 and gradients[0] is not None and gradients[0].is_sparse and not self._sparse_as_dense:
             self._sent[unit] = self._send_sparse(unit[0], gradients[0], name)
             return
-        pairs = [self._compression.compress(gradient) for gradient in gradients if gradient is not None]
+        dense = [
+            gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients if gradient is not None
+        ]
+        pairs = [self._compression.compress(gradient) for gradient in dense]
         compressed = [pair[0] for pair in pairs]
         options: dict[str, Any] = {
             "op": self._op,
@@ -130,8 +131,11 @@ class GradientReduction:
             results = synchronize(handle)
             for parameter, result, (_, ctx) in zip(unit, results if is_group else [results], pairs, strict=True):
                 reduced = self._compression.decompress(result, ctx)
-                if parameter.grad is not None and reduced.data_ptr() != parameter.grad.data_ptr():
-                    parameter.grad.detach().copy_(reduced)
+                gradient = parameter.grad
+                if gradient is not None and gradient.is_sparse:  # optimizers such as SparseAdam need a sparse gradient
+                    parameter.grad = reduced.to_sparse(gradient.sparse_dim())
+                elif gradient is not None and reduced.data_ptr() != gradient.data_ptr():
+                    gradient.detach().copy_(reduced)
 
         self._sent[unit] = store
 
@@ -168,6 +172,8 @@ class _AveragingOptimizer(torch.optim.Optimizer):
     """Methods of a distributed optimizer. Its other base class is the user's optimizer."""
 
     _reduction: GradientReduction
+    _parameter_names: dict[Tensor, str]
+    """Horovod's own tests read this attribute."""
     _is_synchronized: bool
     _skips: bool
 
@@ -218,7 +224,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 class _AdasumOptimizer(torch.optim.Optimizer):
     """Methods of an optimizer that combines the ranks' updates, not their gradients, by Adasum."""
 
-    _names: dict[Tensor, str]
+    _parameter_names: dict[Tensor, str]
     _compression: Compressor
     backward_passes_per_step: int
 
@@ -236,13 +242,15 @@ class _AdasumOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Take a local step, and replace it by the Adasum of the steps of all ranks."""
-        starts = {parameter: parameter.clone() for parameter in self._names if parameter.requires_grad}
+        starts = {parameter: parameter.clone() for parameter in self._parameter_names if parameter.requires_grad}
         with torch.enable_grad():
             loss = super().step(closure)
         calls = []
         for parameter, start in starts.items():
             compressed, ctx = self._compression.compress(parameter - start)
-            calls.append((parameter, ctx, allreduce_async_(compressed, name=self._names[parameter], op=Adasum)))
+            calls.append(
+                (parameter, ctx, allreduce_async_(compressed, name=self._parameter_names[parameter], op=Adasum))
+            )
         for parameter, ctx, handle in calls:
             parameter.copy_(starts[parameter] + self._compression.decompress(synchronize(handle), ctx))
         return loss
@@ -282,8 +290,9 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     distributed: Any = object.__new__(type(kind.__name__, (mixin, kind), {"__module__": kind.__module__}))
     distributed.__dict__.update(optimizer.__dict__)
     distributed.__dict__.pop("step", None)  # a scheduler of the original optimizer has replaced its method
+    distributed._parameter_names = names
     if op == Adasum:
-        distributed._names, distributed._compression = names, compression
+        distributed._compression = compression
         distributed.backward_passes_per_step = backward_passes_per_step
         return distributed
     distributed._is_synchronized = distributed._skips = False

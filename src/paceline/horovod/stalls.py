@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from paceline.errors import name_ranks
@@ -10,10 +13,11 @@ from paceline.protocol.negotiation.requests import Key
 
 _MOST_SHOWN: Final = 6
 """Names per missing rank in a warning."""
+_INSTALLED: Final = (*(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")), "<frozen ")
 
 
 class StallInspector:
-    """Decides when to warn of the coordinator's incomplete requests, and when to end them."""
+    """Decides when to warn of the coordinator's incomplete requests, and when to end Horovod because of them."""
 
     def __init__(self, warning_s: float, failure_s: float) -> None:
         """A `failure_s` of 0 means that the ranks wait forever."""
@@ -21,34 +25,60 @@ class StallInspector:
         self._since: dict[Key, float] = {}
         self._warned: set[Key] = set()
 
-    def inspect(self, missing: Mapping[Key, tuple[int, ...]], now_s: float) -> tuple[str, dict[Key, str]]:
-        """Return a warning, or an empty text, and the errors of the requests that waited too long.
+    def find_late(self, missing: Mapping[Key, tuple[int, ...]], now_s: float) -> tuple[list[Key], list[Key]]:
+        """Return the requests to warn of, and the requests that have waited too long.
 
         `missing` has the ranks that each request waits for.
         """
         self._since = {key: self._since.get(key, now_s) for key in missing}
         self._warned &= missing.keys()
-        late = [key for key in missing if now_s - self._since[key] >= self._warning_s and key not in self._warned]
+        waits_s = {key: now_s - since_s for key, since_s in self._since.items()}
+        late = [key for key in missing if waits_s[key] >= self._warning_s and key not in self._warned]
+        return late, [key for key in missing if 0 < self._failure_s <= waits_s[key]]
+
+    def describe(self, missing: Mapping[Key, tuple[int, ...]], now_s: float, lines: Sequence[str]) -> tuple[str, str]:
+        """Return a warning and an error, or empty texts. The error ends Horovod on all ranks.
+
+        `lines` has the line of Python that each rank executes.
+        """
+        late, failed = self.find_late(missing, now_s)
         self._warned.update(late)
         ranks: dict[int, list[str]] = {}
         for key in late:
             for rank in missing[key]:
                 ranks.setdefault(rank, []).append(key[1])
-        warning = ""
+        warning = error = ""
         if ranks:
-            lines = [f"{rank}: {_shorten(names)}" for rank, names in sorted(ranks.items())]
+            found = [f"{rank}: {_shorten(names)}, executes {lines[rank]}" for rank, names in sorted(ranks.items())]
             warning = (
                 "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are "
                 f"waiting for remainder of ranks for more than {self._warning_s:g} seconds. Check that all ranks call "
-                "the same operations. Missing ranks:\n" + "\n".join(lines)
+                "the same operations. Missing ranks:\n" + "\n".join(found)
             )
-        failed = {
-            key: f"{key[1]!r} has waited for {name_ranks(missing[key])} for {self._failure_s:g} s "
-            "(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS). Check that all ranks call the same operations"
-            for key in missing
-            if 0 < self._failure_s <= now_s - self._since[key]
-        }
-        return warning, failed
+        if failed:
+            ranks_of_first = missing[failed[0]]
+            places = "; ".join(f"rank {rank} executes {lines[rank]}" for rank in ranks_of_first)
+            error = (
+                f"{failed[0][1]!r} has waited for {name_ranks(ranks_of_first)} for {self._failure_s:g} s "
+                f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): {places}. Check that all ranks call the same operations"
+            )
+        return warning, error
+
+
+def main_thread_line() -> str:
+    """Return the line of the script that the main thread executes, such as ``line 12 of train.py, in main``.
+
+    Frames of installed packages, the standard library and Paceline are left out.
+    """
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(_INSTALLED) or frame.f_globals.get("__name__", "").startswith("paceline.")
+    ):
+        frame = frame.f_back
+    found = frame or innermost
+    if found is None:
+        return "no line, because it ends"
+    return f"line {found.f_lineno} of {found.f_code.co_filename}, in {found.f_code.co_name}"
 
 
 def _shorten(names: list[str]) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +61,7 @@ def check_all_reduce(rank: int, size: int) -> None:
         assert hvd.allreduce_(own, op=hvd.Sum) is own
         assert own.tolist() == [6] * 5
     assert hvd.allreduce(torch.tensor(float(rank))).item() == 1.0
+    assert hvd.allreduce(torch.tensor([-5, 5]) if rank == 0 else torch.zeros(2, dtype=torch.int64)).tolist() == [-1, 1]
     assert hvd.allreduce(torch.zeros(0, 4)).shape == (0, 4)
     strided = torch.full((4, 3), float(rank)).t()
     hvd.allreduce_(strided, op=hvd.Sum)
@@ -324,6 +328,42 @@ def check_an_idle_process_uses_no_cpu(rank: int, size: int) -> None:
     after = resource.getrusage(resource.RUSAGE_SELF)
     hvd.barrier()
     assert after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime < 0.02
+
+
+def check_timeline(rank: int, size: int) -> None:
+    path = Path(tempfile.gettempdir(), f"timeline {os.getppid()}.json")
+    if rank == 0:
+        with raises(OSError, "no folder"):
+            hvd.start_timeline("/no folder/file")
+        hvd.start_timeline(path, mark_cycles=True)
+    hvd.barrier()
+    for _ in range(3):
+        hvd.grouped_allreduce_([torch.ones(1), torch.ones(2)], name="fused")
+    time.sleep(1.5)
+    hvd.allgather(torch.ones(1), name="rows")
+    if rank == 0:
+        assert "QUEUE" in {event["name"] for event in json.loads(path.read_text())}  # before the end
+        hvd.stop_timeline()
+    hvd.allreduce(torch.ones(1), name="after")
+    if rank:
+        return
+    events = json.loads(path.read_text())
+    path.unlink()
+    tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["ph"] == "M"}
+    found: dict[tuple[int, str, str], list[Any]] = {}
+    for event in events:
+        if event["ph"] != "M":
+            found.setdefault((event["pid"], tracks.get((event["pid"], event["tid"]), ""), event["name"]), []).append(
+                event
+            )
+    for other in range(size):
+        assert len(found[other, "cycles", "CYCLE_START"]) >= 4
+        for phase in ("ALLREDUCE", "QUEUE", "MEMCPY_IN_FUSION_BUFFER", "PACELINE_ALLREDUCE", "NEGOTIATE_ALLREDUCE"):
+            assert len(found[other, "allreduce.fused.2of2", phase]) == 3
+        assert len(found[other, "allgather.rows", "PACELINE_ALLGATHER"]) == 1
+        assert (other, "allreduce.after", "ALLREDUCE") not in found
+    for calls in zip(*(found[other, "allreduce.fused.2of2", "ALLREDUCE"] for other in range(size)), strict=True):
+        assert max(call["ts"] for call in calls) < min(call["ts"] + call["dur"] for call in calls)
 
 
 def check_many_threads(rank: int, size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import logging
 import os
 import signal
 import time
@@ -12,26 +12,35 @@ from horovod_calls import raises  # type: ignore[import-not-found]
 
 import paceline.horovod as hvd
 
-_failures = mmap.mmap(-1, 1)
-"""The number of failures that rank 1 has seen, in memory that all ranks share because they are forked."""
+_warnings: list[str] = []
+
+
+class _Warnings(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _warnings.append(record.getMessage())
 
 
 def start(rank: int, size: int) -> None:
-    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "2"
-    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "5"
+    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "1"
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "2"
+    logging.getLogger("paceline.horovod").addHandler(_Warnings())
     hvd.init()
 
 
 def check_ranks_that_do_not_call(rank: int, size: int) -> None:
-    for step in range(1, 3):  # in the first step the request is not in the cache
-        if rank == 1:
-            with raises(hvd.HorovodInternalError, "'late'", "ranks 0 and 2"):
-                hvd.allreduce(torch.ones(1), name="late")
-            _failures[0] = step
-        deadline = time.monotonic() + 60.0
-        while _failures[0] < step and time.monotonic() < deadline:
-            time.sleep(0.05)
+    hvd.barrier()
+    for _ in range(2):  # at the second time, the request would be in the cache, but a new start has no cache
+        if rank != 1:
+            time.sleep(5.0)
+        with raises(hvd.HorovodInternalError, "'late'", "ranks 0 and 2", "horovod_faults.py, in check_ranks"):
+            hvd.allreduce(torch.ones(1), name="late")
+        hvd.shutdown()
+        hvd.init()
         assert hvd.allreduce(torch.ones(1), name="late").item() == 1.0
+    if rank == 0:
+        assert len(_warnings) == 2
+        assert "\n0: [late], executes line" in _warnings[0]
+        assert "\n2: [late], executes line" in _warnings[0]
 
 
 def last_killed_rank_fails_all_operations(rank: int, size: int) -> None:

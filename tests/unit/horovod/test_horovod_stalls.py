@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
-from paceline.horovod.stalls import StallInspector
+from paceline.horovod.stalls import StallInspector, main_thread_line
+
+LINES = [f"line {rank} of train.py, in main" for rank in range(4)]
 
 
-def test_a_stall_is_reported_once_with_ranks_and_names() -> None:
+def test_a_stall_is_reported_once_with_ranks_and_names_and_lines() -> None:
     inspector = StallInspector(warning_s=60, failure_s=100)
     missing = {(0, f"t{number}"): (1, 3) if number else (3,) for number in range(9)}
-    assert inspector.inspect(missing, 0.0) == ("", {})
-    assert inspector.inspect(missing, 59.0) == ("", {})
-    warning, failed = inspector.inspect(missing, 60.0)
-    assert "1: [t1, t2, t3, t4, t5, t6, ... 2 more]\n3: [t0, t1, t2, t3, t4, t5, ... 3 more]" in warning
-    assert failed == {}
-    assert inspector.inspect(missing, 61.0) == ("", {})
-    warning, failed = inspector.inspect({(0, "t0"): (3,)}, 100.0)
+    assert inspector.find_late(missing, 0.0) == ([], [])
+    assert inspector.find_late(missing, 59.0) == ([], [])
+    assert inspector.find_late(missing, 60.0) == (list(missing), [])
+    warning, error = inspector.describe(missing, 60.0, LINES)
+    assert "\n1: [t1, t2, t3, t4, t5, t6, ... 2 more], executes line 1 of train.py, in main" in warning
+    assert "\n3: [t0, t1, t2, t3, t4, t5, ... 3 more], executes line 3 of train.py, in main" in warning
+    assert error == ""
+    assert inspector.find_late(missing, 61.0) == ([], [])
+    waiting = {(0, "t0"): (3,)}
+    assert inspector.find_late(waiting, 100.0) == ([], [(0, "t0")])
+    warning, error = inspector.describe(waiting, 100.0, LINES)
     assert warning == ""
-    assert list(failed) == [(0, "t0")]
-    assert "'t0'" in failed[0, "t0"]
-    assert "rank 3" in failed[0, "t0"]
+    assert "'t0'" in error
+    assert "rank 3 executes line 3 of train.py" in error
 
 
 def test_a_complete_request_is_forgotten() -> None:
     inspector = StallInspector(warning_s=10, failure_s=0)
-    inspector.inspect({(0, "a"): (1,)}, 0.0)
-    inspector.inspect({}, 5.0)
-    assert inspector.inspect({(0, "a"): (1,)}, 12.0) == ("", {})
-    assert "1: [a]" in inspector.inspect({(0, "a"): (1,)}, 22.0)[0]
-    assert inspector.inspect({(0, "a"): (1,)}, 1e9) == ("", {})
+    missing = {(0, "a"): (1,)}
+    inspector.find_late(missing, 0.0)
+    inspector.find_late({}, 5.0)
+    assert inspector.find_late(missing, 12.0) == ([], [])
+    assert "1: [a]" in inspector.describe(missing, 22.0, LINES)[0]
+    assert inspector.describe(missing, 1e9, LINES) == ("", "")
+
+
+def test_the_line_of_the_main_thread() -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(main_thread_line()))
+    thread.start()
+    thread.join()  # the main thread executes this line, and the frames of `threading` are left out
+    assert found[0].endswith(", in test_the_line_of_the_main_thread")
+    assert Path(__file__).name in found[0]

@@ -308,7 +308,7 @@ def test_a_name_is_in_use_until_its_operation_is_done() -> None:
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_missing_ranks_are_known_and_their_operations_can_fail(is_cached: bool) -> None:
+def test_missing_ranks_are_known(is_cached: bool) -> None:
     ranks = NegotiatingRanks(3)
     if is_cached:
         ranks.request([tensor("x")])
@@ -320,14 +320,15 @@ def test_missing_ranks_are_known_and_their_operations_can_fail(is_cached: bool) 
         rank.uncache_pending()
     ranks.run()
     assert ranks.ranks[0].missing() == {(0, "x"): (0, 2)}
-    ranks.ranks[0].fail({(0, "x"): "too late", (0, "unknown"): ""})
+    num_reports = ranks.num_reports
+    ranks.ranks[0].ask_for_reports()
     ranks.run()
-    assert ranks.errors(1) == {"x": "too late"}
-    assert ranks.ranks[0].missing() == {}
+    assert ranks.num_reports == num_reports + 1
     ranks.clear()
-    ranks.request([tensor("x")])
+    ranks.request([tensor("x")], ranks=[0, 2])
     ranks.run()
     assert ranks.names(2) == ["x"]
+    assert ranks.ranks[0].missing() == {}
 
 
 def test_fusion() -> None:

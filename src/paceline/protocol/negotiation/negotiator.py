@@ -19,7 +19,7 @@ in Romero et al. (NSDI 2022), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -79,7 +79,7 @@ class Negotiator:
         self._joins = False
         self._leaves = False
         self._must_report = False
-        """Whether the coordinator needs a round with reports for its errors."""
+        """Whether the coordinator needs a round with reports."""
         self._slots: dict[Key, int] = {}
         """The slot of each cached request. The least recently used request is the first."""
         self._cached: dict[int, TensorRequest] = {}
@@ -238,9 +238,8 @@ class Negotiator:
         """Return the coordinator's incomplete requests, and the ranks that each request waits for."""
         return self._table.missing()
 
-    def fail(self, errors: Mapping[Key, str]) -> None:
-        """Raise errors for the coordinator's incomplete requests, on all ranks that requested them."""
-        self._table.fail(errors)
+    def ask_for_reports(self) -> None:
+        """Start a round in which all ranks report, also without new requests."""
         self._must_report = self.has_news = True
 
     def finished(self, keys: Iterable[Key]) -> None:

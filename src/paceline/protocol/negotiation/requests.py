@@ -26,6 +26,9 @@ UNNAMED: Final = "noname."
 LARGE_BYTES: Final = 1 << 20
 """Tensors of this size are not fused, because the copies into and out of the fused tensor take longer than a call."""
 
+NO_TIMELINE, TIMELINE, TIMELINE_OF_ROUNDS = range(3)
+"""States of the timeline: off, on, and on with the rounds of the negotiation."""
+
 Key: TypeAlias = tuple[int, str]
 """The process set and the name of a request."""
 
@@ -66,6 +69,8 @@ class NegotiationReport(Struct, frozen=True, array_like=True):
     invalid: tuple[Natural, ...] = ()
     """Slots of the cache whose requests this rank has changed."""
     joins: bool = False
+    line: str = ""
+    """The line of Python that the rank's main thread executes."""
 
 
 class NegotiatedResponse(Struct, frozen=True, array_like=True):
@@ -84,6 +89,9 @@ class NegotiationDecision(Struct, frozen=True, array_like=True):
     joined: tuple[Rank, ...] = ()
     last_joined: int = -1
     """If all ranks have joined, the rank that joined last, else -1."""
+    timeline: Natural = NO_TIMELINE
+    failure: str = ""
+    """If not empty, the error that ends the negotiation on all ranks."""
 
 
 class RunOperation(Struct, frozen=True):

@@ -27,15 +27,10 @@ class RequestTable:
         self._sets: dict[str, set[int]] = {}
         """The process sets of the incomplete requests of each name."""
         self._joined: list[int] = []
-        self._failed: dict[Key, str] = {}
 
     def missing(self) -> dict[Key, tuple[int, ...]]:
         """Return the ranks that each incomplete request waits for."""
         return {key: tuple(sorted(self._missing(key))) for key in self._requests}
-
-    def fail(self, errors: Mapping[Key, str]) -> None:
-        """Answer these incomplete requests with errors, in the next decision."""
-        self._failed.update(errors)
 
     def add(self, reports: Sequence[NegotiationReport]) -> NegotiationDecision:
         """Return the decision after the report of each rank."""
@@ -51,10 +46,6 @@ class RequestTable:
                 self._sets.setdefault(request.name, set()).add(request.process_set)
                 changed[request.key] = None
         responses = [self._complete(key) for key in changed if not self._missing(key)]
-        for key, error in self._failed.items():
-            if key in self._requests:
-                responses.append(NegotiatedResponse(next(iter(self._remove(key).values())), error))
-        self._failed.clear()
         for name in dict.fromkeys(name for _, name in changed):
             responses += self._find_other_sets(name)
         last_joined = -1
