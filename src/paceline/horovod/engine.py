@@ -259,7 +259,9 @@ class HorovodEngine:
             decision = self._negotiator.decide(decoded)
             decision = msgspec.structs.replace(decision, timeline=self._timeline, failure=self._stall)
             data = msgspec.msgpack.encode(decision)
-        return read_meta(self._group.broadcast_object(data), NegotiationDecision, "a decision of the negotiation")
+        data = self._group.broadcast_object(data)
+        decided: NegotiationDecision = read_meta(data, NegotiationDecision, "a decision of the negotiation")
+        return decided
 
     def _ask_for_reports(self) -> None:
         with self._lock:

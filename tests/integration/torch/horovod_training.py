@@ -163,7 +163,9 @@ def check_sparse_gradients(rank: int, size: int) -> None:
         for _ in range(2):
             embedding(torch.tensor([rank, 3])).sum().backward()
             optimizer.step()
-            assert embedding.weight.grad.is_sparse, "SparseAdam needs a sparse gradient"
+            gradient = embedding.weight.grad
+            assert gradient is not None
+            assert gradient.is_sparse, "SparseAdam needs a sparse gradient"
             optimizer.zero_grad()
         assert embedding.weight[:, 0].tolist() == [-1.0, -1.0, 0.0, -2.0]
 
