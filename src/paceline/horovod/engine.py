@@ -152,7 +152,7 @@ class HorovodEngine:
                 self._traces = traces
             elif self._traces is None:
                 return
-            self._negotiator.ask_for_reports()
+            self._negotiator.request_reports()
             self._wake_thread()
         with self._changed:
             self._changed.wait_for(lambda: (self._recorder is None) == (traces is None) or self._failure)
@@ -243,7 +243,7 @@ class HorovodEngine:
             if self._stalls is not None:
                 self._inspect_stalls(self._stalls)
             if self._recorder is not None and time.monotonic() - self._traced_s >= _CHECK.total_seconds():
-                self._ask_for_reports()
+                self._request_reports()
             self._lines.clear()
 
     def _decide(self) -> NegotiationDecision:
@@ -263,22 +263,22 @@ class HorovodEngine:
         decided: NegotiationDecision = read_meta(data, NegotiationDecision, "a decision of the negotiation")
         return decided
 
-    def _ask_for_reports(self) -> None:
+    def _request_reports(self) -> None:
         with self._lock:
-            self._negotiator.ask_for_reports()
+            self._negotiator.request_reports()
 
     def _inspect_stalls(self, stalls: StallInspector) -> None:
         with self._lock:
             missing = self._negotiator.missing()
-        now_s = time.monotonic()
-        if not any(stalls.find_late(missing, now_s)):
+        time_s = time.monotonic()
+        if not any(stalls.find_late(missing, time_s)):
             return
         if self._lines:
-            warning, self._stall = stalls.describe(missing, now_s, self._lines)
+            warning, self._stall = stalls.describe(missing, time_s, self._lines)
             if warning:
                 _log.warning("%s", warning)
         if self._stall or not self._lines:
-            self._ask_for_reports()
+            self._request_reports()
 
     def _set_recorder(self, timeline: int) -> None:
         """Start or end the timeline of this rank. All ranks call this method in the same round."""

@@ -25,23 +25,23 @@ class StallInspector:
         self._since: dict[Key, float] = {}
         self._warned: set[Key] = set()
 
-    def find_late(self, missing: Mapping[Key, tuple[int, ...]], now_s: float) -> tuple[list[Key], list[Key]]:
+    def find_late(self, missing: Mapping[Key, tuple[int, ...]], time_s: float) -> tuple[list[Key], list[Key]]:
         """Return the requests to warn of, and the requests that have waited too long.
 
         `missing` has the ranks that each request waits for.
         """
-        self._since = {key: self._since.get(key, now_s) for key in missing}
+        self._since = {key: self._since.get(key, time_s) for key in missing}
         self._warned &= missing.keys()
-        waits_s = {key: now_s - since_s for key, since_s in self._since.items()}
+        waits_s = {key: time_s - since_s for key, since_s in self._since.items()}
         late = [key for key in missing if waits_s[key] >= self._warning_s and key not in self._warned]
         return late, [key for key in missing if 0 < self._failure_s <= waits_s[key]]
 
-    def describe(self, missing: Mapping[Key, tuple[int, ...]], now_s: float, lines: Sequence[str]) -> tuple[str, str]:
+    def describe(self, missing: Mapping[Key, tuple[int, ...]], time_s: float, lines: Sequence[str]) -> tuple[str, str]:
         """Return a warning and an error, or empty texts. The error ends Horovod on all ranks.
 
         `lines` has the line of Python that each rank executes.
         """
-        late, failed = self.find_late(missing, now_s)
+        late, failed = self.find_late(missing, time_s)
         self._warned.update(late)
         ranks: dict[int, list[str]] = {}
         for key in late:

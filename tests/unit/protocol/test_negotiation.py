@@ -321,7 +321,7 @@ def test_missing_ranks_are_known(is_cached: bool) -> None:
     ranks.run()
     assert ranks.ranks[0].missing() == {(0, "x"): (0, 2)}
     num_reports = ranks.num_reports
-    ranks.ranks[0].ask_for_reports()
+    ranks.ranks[0].request_reports()
     ranks.run()
     assert ranks.num_reports == num_reports + 1
     ranks.clear()

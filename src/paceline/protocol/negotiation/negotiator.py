@@ -238,7 +238,7 @@ class Negotiator:
         """Return the coordinator's incomplete requests, and the ranks that each request waits for."""
         return self._table.missing()
 
-    def ask_for_reports(self) -> None:
+    def request_reports(self) -> None:
         """Start a round in which all ranks report, also without new requests."""
         self._must_report = self.has_news = True
 
