@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -35,6 +36,20 @@ def _create(options: Any, _: Any = None) -> PacelineProcessGroup:
     from paceline.torch.backend.registration import create
 
     return create(options)
+
+
+def rendezvous_handler() -> Callable[[Any], Any]:
+    """Return the function that creates the handler for ``torchrun --rdzv-backend paceline``.
+
+    torchrun calls it through the entry point ``torchrun.handlers`` of the installed package, also for other backends.
+    """
+
+    def create_handler(params: Any) -> Any:
+        from paceline.torch.rendezvous import create
+
+        return create(params)
+
+    return create_handler
 
 
 class _AccelerateFinder(MetaPathFinder):

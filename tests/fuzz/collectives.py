@@ -19,7 +19,7 @@ from paceline.collectives.p2p.progress import READ
 from paceline.collectives.p2p.streams import Incoming, Outgoing, deliver
 from paceline.errors import PacelineError, ProtocolError
 from paceline.meeting.coordinator import NUM_RANKS, CoordinatedStore
-from paceline.meeting.network_store import LIMITS, CollectRequest, ServedStore, StoreCall, StoreRequest
+from paceline.meeting.network_store import LIMITS, CollectRequest, Replacement, ServedStore, StoreCall, StoreRequest
 from paceline.meeting.node import NodeInfo
 from paceline.protocol.launchers import (
     LauncherEnd,
@@ -65,10 +65,13 @@ class StoreEpisode(Episode):
     def feed(self) -> int:
         random = self.random
         key = f"key {random.randrange(30)}"
-        kind = random.choice((StoreCall.SET, StoreCall.COLLECT, StoreCall.COLLECT, StoreCall.DELETE))
+        kinds = (StoreCall.SET, StoreCall.COLLECT, StoreCall.COLLECT, StoreCall.DELETE, StoreCall.REPLACE)
+        kind = random.choice(kinds)
         body = bytes(random.randrange(50)) if kind == StoreCall.SET else b""
         if kind == StoreCall.COLLECT:
             body = msgspec.msgpack.encode(CollectRequest((key,), random.choice((0.0, 1.0))))
+        if kind == StoreCall.REPLACE:
+            body = msgspec.msgpack.encode(Replacement(random.choice((None, b"")), random.randbytes(3)))
         frame = Frame(kind, tree_of(StoreRequest(key)), body)
         return random.choice(self.attackers).attack(frame, STORE_KINDS)
 

@@ -30,6 +30,9 @@ from paceline.transport.sockets import SocketTransport
 from paceline.transport.tls.contexts import TLS
 
 _Result = TypeVar("_Result")
+AGENT: Final = "agent"
+"""The role of torchrun's agents, which use a scheduler or a coordinator as a store (:mod:`paceline.torch.rendezvous`).
+"""
 LIMITS = Limits(max_frame_bytes=1 << 26, max_meta_bytes=1 << 16)
 _LINGER_S = 2.0
 _ANSWER_S = 30.0
@@ -46,12 +49,20 @@ class StoreCall(IntEnum):
     DONE = FIRST_APPLICATION_KIND + 3
     QUORUM = FIRST_APPLICATION_KIND + 4
     LAUNCHER = FIRST_APPLICATION_KIND + 5
+    REPLACE = FIRST_APPLICATION_KIND + 6
 
 
 class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
-    """The meta part of a SET or DELETE request."""
+    """The meta part of a SET, DELETE or REPLACE request."""
 
     key: str
+
+
+class Replacement(msgspec.Struct, frozen=True, array_like=True):
+    """The body of a REPLACE request."""
+
+    expected: bytes | None
+    value: bytes
 
 
 class CollectRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -62,6 +73,8 @@ class CollectRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 decode_request = reader(StoreRequest, "a request to the store")
+_decode_replacement = reader(Replacement, "a request to the store")
+_decode_replaced = reader(tuple[bool, bytes | None], "an answer of the store")
 _decode_wanted = reader(CollectRequest, "a request to the store")
 _decode_values = reader(list[bytes | None], "an answer of the store")
 
@@ -90,6 +103,8 @@ class ServedStore(Handler):
             peer.send(*frame_parts(StoreCall.DONE))
         elif header.kind == StoreCall.COLLECT:
             self._collect(peer, header, body)
+        elif header.kind == StoreCall.REPLACE:
+            self._replace(peer, decode_request(meta).key, _decode_replacement(body))
         else:
             raise ProtocolError(f"got a request of the unknown kind {header.kind} for the store")
 
@@ -107,6 +122,14 @@ class ServedStore(Handler):
             collecting.missing.discard(key)
             if not collecting.missing:
                 self._answer(collecting)
+
+    def _replace(self, peer: Peer, key: str, replacement: Replacement) -> None:
+        is_replaced = self._values.get(key) == replacement.expected
+        if is_replaced:
+            self._values.pop(key, None)
+            self.set(key, replacement.value)
+        answer = is_replaced, self._values.get(key)
+        peer.send(*frame_parts(StoreCall.DONE, body=msgspec.msgpack.encode(answer)))
 
     def drop(self, prefix: str, error: PacelineError) -> None:
         """Remove the keys with a prefix. Requests that wait for such keys fail with `error`."""
@@ -270,6 +293,16 @@ class NetworkStore(Store):
                 raise ProtocolError(f"got {len(values)} values from the store for {len(keys)} keys")
             if None not in values or time.monotonic() >= deadline:
                 return values
+
+    def replace(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
+        """If the value of a key is `expected` (None: the key is not set), replace it.
+
+        Return whether the value was replaced, and the value afterwards.
+        """
+        meta, body = msgspec.msgpack.encode(StoreRequest(key)), msgspec.msgpack.encode(Replacement(expected, value))
+        answer = self.call(StoreCall.REPLACE, self._answer_s, meta=meta, body=body)
+        replaced: tuple[bool, bytes | None] = _decode_replaced(answer)
+        return replaced
 
     @override
     def delete(self, key: str) -> None:

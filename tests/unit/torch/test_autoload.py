@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.installed import installed_variables
 
 pytest.importorskip("torch")
-_ROOT = Path(__file__).parents[3]
 _DISTRIBUTED = """
 import sys, torch
 import torch.distributed as dist
@@ -68,15 +67,7 @@ Trainer(Model(), arguments, train_dataset=data).train()
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """Return the environment of a program. Paceline appears installed, with the entry points of its pyproject.toml."""
-    tomllib = pytest.importorskip("tomllib")
-    groups = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    about = tmp_path / "paceline-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline\nVersion: 0\n")
-    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in found.items()) for group, found in groups.items()]
-    (about / "entry_points.txt").write_text("".join(lines))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(_ROOT / "src")])}
+    return installed_variables(tmp_path)
 
 
 def run(program: str, environment: dict[str, str]) -> None:

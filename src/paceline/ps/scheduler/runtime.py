@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from paceline.errors import PacelineError, PeerError, ProtocolError, TableMismatchError, UsageError
+from paceline.meeting.network_store import AGENT, ServedStore
 from paceline.protocol import Member, Role
 from paceline.protocol.chains import VERSION_GAP
 from paceline.protocol.scheduler import events
@@ -127,6 +128,8 @@ class Scheduler(Handler):
         self._flush: asyncio.TimerHandle | None = None
         # the last message and its encoding: a message to several processes is encoded once
         self._encoded: tuple[Any, bytes] = (None, b"")
+        self._store = ServedStore()
+        """The store in which torchrun's agents meet (:mod:`paceline.torch.rendezvous`)."""
         self.failure: PacelineError | None = None
         """The reason why this scheduler ended, if no process requested the end."""
         self.ended = asyncio.Event()
@@ -134,11 +137,15 @@ class Scheduler(Handler):
     @must_succeed
     def connected(self, peer: Peer) -> None:
         """Start the session of a connection. The first connection starts the timers."""
-        self.core.connected(peer)
+        if peer.hello.role != AGENT:
+            self.core.connected(peer)
         if self._timer is None:
             self._tick()
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        if peer.hello.role == AGENT:
+            self._store.frame_received(peer, header, meta, body)
+            return
         if header.kind not in (CALL, NOTICE):
             raise ProtocolError(
                 f"the scheduler does not support frames of kind {header.kind}: run one version everywhere"
@@ -154,6 +161,9 @@ class Scheduler(Handler):
 
     @must_succeed
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
+        if peer.hello.role == AGENT:
+            self._store.disconnected(peer, reason)
+            return
         self._execute(self.core.disconnected(peer, time.monotonic()))
 
     def close(self) -> None:
