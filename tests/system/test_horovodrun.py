@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.pages import ROOT
+from tests.warm.processes import RANKS
 
 from paceline.errors import PeerError, UsageError
 
@@ -26,12 +27,17 @@ from horovod.torch.mpi_ops import Sum
 from horovod.torch.compression import Compression
 from horovod.torch.functions import broadcast_object
 from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.elastic import ElasticSampler, TorchState
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.state import TorchState
 from horovod.torch.sync_batch_norm import SyncBatchNorm
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.elastic import State
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.process_sets import global_process_set
 from horovod.common.util import env, gloo_built, mpi_built
 
 hvd.init()
+assert hvd.elastic.TorchState is TorchState and issubclass(TorchState, State)
 assert gloo_built() and not mpi_built(verbose=True)
 assert (hvd.rank(), hvd.size()) == (int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"]))
 assert os.environ["HOROVOD_CONTROLLER"] == os.environ["HOROVOD_CPU_OPERATIONS"] == "gloo"
@@ -45,6 +51,23 @@ total = hvd.allreduce(torch.tensor(float(hvd.rank() + 1)), op=Sum, name="total")
 weights = hvd.allgather_object(model.weight.tolist())
 assert all(weight == weights[0] for weight in weights)
 print("total", total.item(), broadcast_object(hvd.local_rank(), root_rank=1), flush=True)
+"""
+ELASTIC = """
+import os, time
+import torch
+import paceline.horovod as hvd
+
+@hvd.elastic.run
+def train(state):
+    if state.size != hvd.size():
+        state.size, state.num_changes = hvd.size(), state.num_changes + 1
+        print("change", state.num_changes, "to", state.size, "ranks", flush=True)
+    while not hvd.allreduce(torch.tensor(os.path.exists("end")).int(), op=hvd.Max):
+        time.sleep(0.02)
+        state.commit()
+
+hvd.init()
+train(hvd.elastic.ObjectState(size=0, num_changes=0))
 """
 PYTHON = sys.executable
 
@@ -82,16 +105,17 @@ def test_a_horovod_script_runs_unchanged(shim: Path, paceline: Commands) -> None
 
 
 def test_the_number_of_ranks_follows_the_discovery_script(paceline: Commands) -> None:
-    """The ranks are programs that do not take part in the training."""
+    paceline.environment[RANKS] = "torch"
+    (paceline.folder / "train.py").write_text(ELASTIC)
     (paceline.folder / "slots").write_text("localhost:1")
     running = paceline.start(
-        "horovodrun", "-np", "1", "--max-np", "2", "--host-discovery-script", "cat slots",
-        "sh", "-c", "echo start $HOROVOD_RANK of $HOROVOD_SIZE; while [ ! -e end ]; do sleep 0.1; done",
+        "horovodrun", "-np", "1", "--max-np", "2", "--host-discovery-script", "cat slots", PYTHON, "train.py"
     )  # fmt: skip
-    running.wait_line("start 0 of 1")
+    running.wait_line("change 1 to 1 ranks")
     (paceline.folder / "slots").write_text("localhost:4")
-    running.wait_line("start 1 of 2")
+    running.wait_line("change 2 to 2 ranks")
     (paceline.folder / "slots").write_text("localhost:1")
+    running.wait_line("change 3 to 1 ranks")
     running.wait_line("rank 1 was ended, because the number of ranks is now 1")
     (paceline.folder / "end").touch()
     assert running.wait().status == 0

@@ -131,6 +131,25 @@ def test_unequal_hosts(
     assert lines == [b"[a] [rank 0] started 0 2", b"[a] [rank 1] started 1 2", b"[b] [rank 2] started 0 1"], errors
 
 
+def test_horovodrun_on_hosts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_CACHE_CAPACITY", "PYTHONUNBUFFERED"):
+        monkeypatch.setenv(name, "")  # so that the variables are restored
+    monkeypatch.delenv(RANKS)  # the ranks are not Python programs
+    program = "echo $HOROVOD_RANK/$HOROVOD_SIZE $HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE $HOROVOD_CACHE_CAPACITY"
+    words = ["-np", "3", "-H", "a:2,b:2", "-p", "77", "--cache-capacity", "5", "sh", "-c", program]
+    monkeypatch.setattr(sys, "argv", ["paceline", "horovodrun", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    output, errors = capfdbinary.readouterr()
+    assert end.value.code == 0, errors
+    lines = sorted(line for line in output.splitlines() if b"Welcome" not in line)
+    assert lines == [b"[a] [rank 0] 0/3 0/2 5", b"[a] [rank 1] 1/3 0/1 5", b"[b] [rank 2] 2/3 1/2 5"], errors
+    calls = (folder / "calls").read_text().splitlines()
+    assert all("ssh -T -oPort=77 -oBatchMode=yes" in call for call in calls)
+
+
 def test_servers_know_all_ranks_of_unequal_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     placement = (
         '{"launcher": 1, "num_launchers": 2, "local_launcher": 0, "num_local_launchers": 1, "num_cores": null, '

@@ -1,5 +1,5 @@
 """The exceptions."""
 
-from paceline.horovod import HorovodInternalError
+from paceline.horovod import HorovodInternalError, HostsUpdatedInterrupt
 
-__all__ = ["HorovodInternalError"]
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]

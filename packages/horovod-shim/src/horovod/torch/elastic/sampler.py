@@ -1,0 +1,5 @@
+"""The sampler of elastic training."""
+
+from paceline.horovod.elastic import ElasticSampler
+
+__all__ = ["ElasticSampler"]
