@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.kubeflow import StatusServer
+from tests.warm.processes import RANKS
 
 from .running import Commands
 
@@ -32,7 +33,7 @@ for epoch in range(3):
 @pytest.fixture
 def server(paceline: Commands, tmp_path: Path) -> Iterator[StatusServer]:
     server = StatusServer(tmp_path)
-    paceline.environment.update(server.variables)
+    paceline.environment.update({**server.variables, RANKS: "torch"})
     yield server
     server.close()
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,6 +43,8 @@ def prepare() -> None:
     prepare_roles()
     compile_kernels()
     _load_parameters(load_commands())
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch's remove its operators, which copies 9,000 pages of memory
 
 
 def _load_parameters(command: Any) -> None:

@@ -16,6 +16,7 @@ from tests.warm.processes import RANKS, RELAY, WarmProcess
 
 from paceline.cli import main
 from paceline.errors import UsageError
+from paceline.launch.engines import ssh
 from paceline.launch.engines.engine import RunEnd, RunRole
 from paceline.launch.engines.options import EngineFlags
 from paceline.launch.engines.ssh import Ssh, parse_hosts
@@ -184,7 +185,7 @@ def test_the_first_failure_ends_all_hosts(
 def test_a_lost_connection_ends_all_hosts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "b.sh").write_text(replace_program("import os\nos.chdir = lambda folder: os._exit(255)"))
+    (folder / "b.sh").write_text(replace_program(_LOSES))
     assert run(monkeypatch, "--hosts", "a:2,b:1", "train.py") == 1
     assert "host b: the connection was lost" in capfd.readouterr().err.splitlines()[-1]
 
@@ -199,6 +200,9 @@ while is_first and not Path("back").exists():
     time.sleep(0.01)
 sys.exit(int(sys.argv[1]) if not is_first else 0)
 """
+
+_LOSES = "import os\nos.chdir = lambda folder: os._exit(255)"
+"""Lose the connection at the start of the command."""
 
 
 def run_elastic(status: int) -> RunEnd:
@@ -216,11 +220,14 @@ def test_a_lost_host_of_an_elastic_role_is_started_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Ssh, "retry_s", 0.1)
-    loses = "import os\nos.chdir = lambda folder, change=os.chdir: os._exit(255) if not os.path.exists('lost') and not "
-    loses += "open('lost', 'x').close() else change(folder)"
-    (folder / "b.sh").write_text(replace_program(loses))
+    monkeypatch.setattr(ssh, "_ATTEMPT_S", 3.0)
+    host = f"cd {shlex.quote(str(folder))}; if mkdir lost 2>/dev/null; then {replace_program(_LOSES)}; fi; "
+    host += f"if mkdir silent 2>/dev/null; then exec sleep 60; fi; exec {sys.executable} {RELAY} plain -m {MODULE}"
+    (folder / "b.sh").write_text(host)
     assert run_elastic(0) == RunEnd(0, None)
-    assert "host b: the connection was lost; the other nodes continue" in capfd.readouterr().err
+    errors = capfd.readouterr().err
+    assert "host b: the connection was lost; the other nodes continue" in errors
+    assert "host b: no reply within 3 s. The next attempt is in 0.1 s" in errors
 
 
 def test_a_failing_host_of_an_elastic_role_is_not_started_again(

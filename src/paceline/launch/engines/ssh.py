@@ -36,6 +36,8 @@ from .ssh_host import GRACE_S, REPLY, HostPeer, HostReply, HostRequest
 _OPTIONS: Final = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10")
 _REPLY_S: Final = 120.0
 """Time limit for the login on a host, the import of Paceline, and the check of the request."""
+_ATTEMPT_S: Final = 30.0
+"""Time limit for each step of an attempt to start a lost host again. The other hosts' output waits meanwhile."""
 _CLOSE_S: Final = GRACE_S + 10.0
 _LOST_STATUS: Final = 255  # status of ssh if it cannot connect or loses the connection
 _SHOWN_CHARS: Final = 300
@@ -241,8 +243,8 @@ class Ssh(NodeEngine[_HostProcess]):
         process = self._connect(lost.role, lost.number, lost.host)
         self._processes.append(process)
         try:
-            self._exchange([process], [self._host_request(process)], self.retry_s)
-            self._exchange([process], [[]], self.retry_s)
+            self._exchange([process], [self._host_request(process)], _ATTEMPT_S)
+            self._exchange([process], [[]], _ATTEMPT_S)
         except UsageError as error:
             report(f"{error}. The next attempt is in {self.retry_s:g} s")
             self._try_later(process)
