@@ -68,6 +68,8 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
         "train", click_log[0], "--epochs", "100000", "--progressive", *joining, "--save", "unfinished"
     )
     long.wait_trains()
+    for worker in workers:  # the other training waits for seconds, in which these would use all cores
+        worker.signal(signal.SIGSTOP)
     second = paceline.start("train", click_log[0], *joining, "-q")  # not connected for some seconds
     ports = [address, *(found.group(1) for found in listening if found is not None)]
     assert len(ports) == 3
@@ -76,8 +78,6 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
             port, b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.5.0\r\n\r\n"
         )
         speak(port, os.urandom(5000))
-    for worker in workers:  # the other training waits for seconds, in which these would use all cores
-        worker.signal(signal.SIGSTOP)
     stranger = paceline.run("worker", "--scheduler", address, "--token-file", token(tmp_path, "wrong"))
     assert (stranger.status, len(stranger.err.splitlines())) == (1, 1)
     assert "token" in stranger.err
