@@ -20,7 +20,10 @@ from typing import Any
 
 from paceline.launch.warm_parent import serve
 
-_COMMANDS = ["paceline.cli.train", "paceline.training.driver", "paceline.training.predict", "paceline.collectives"]
+_COMMANDS = [
+    *("paceline.cli.train", "paceline.training.driver", "paceline.training.predict", "paceline.collectives"),
+    *("paceline.launch.run.on_engine", "paceline.collectives.elastic", "encodings.idna"),
+]
 COMPILER = ("torch._dynamo.backends.common", "torch._dynamo.testing", "torch._inductor.debug")
 """The modules that PyTorch imports at the first export or compilation, which takes seconds."""
 MODULES = {
@@ -28,7 +31,8 @@ MODULES = {
     "torch": [
         *("torch._dynamo", "tests.conformance.conformance", "paceline.models.deep.networks", *_COMMANDS),
         *("paceline.torch.strategies.pipeline.strategy", "paceline.torch.strategies.sharded.strategy"),
-        *("paceline.torch.strategies.hybrid", "paceline.torch.partitioning.partitioned"),
+        *("paceline.torch.strategies.hybrid", "paceline.torch.strategies.elastic.strategy"),
+        *("paceline.torch.strategies.server.parameter_server", "paceline.torch.partitioning.partitioned"),
         *("torch.distributed.pipelining._schedule_visualizer", *COMPILER),
     ],
     "workers": [],
