@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,8 @@ from paceline.launch.run.blame import (
     last_words,
     waiting_time,
 )
-from paceline.launch.screen import LineSplitter, label
+from paceline.launch.run.streams import Stream
+from paceline.launch.screen import LineSplitter, Screen, label
 
 _START = b"Traceback (most recent call last):"
 _FRAME = [b'  File "x.py", line 1, in <module>', b"    f()"]
@@ -223,3 +225,18 @@ class TestTracebacks:
         assert shown.overdue(10.0) == [(0, [_START, b"  only this"])]
         feed(shown, 0, [_START], 20.0)
         assert shown.finish() == [(0, [_START])]
+
+    def test_the_prefix_of_torch_is_removed(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+        for number in (0, 2):  # an elastic rank is rank 0 of its own torch.distributed
+            reading, writing = os.pipe()
+            shown = Tracebacks()
+            stream = Stream(
+                2, reading, Screen(None), is_error=True, log=None, tracebacks=shown, clock=lambda: 0.0
+            )  # fmt: skip
+            os.write(writing, b"".join(b"[rank%d]: %s\n" % (number, line) for line in LOST))
+            os.close(writing)
+            stream.close(drain=True)
+            assert is_consequence(RankFailure(2, 1, tuple(stream.recent)))
+            shown.blame(None)
+            assert (shown.finish(), shown.num_dropped) == ([], len(LOST))
+        assert capfdbinary.readouterr().err == b""

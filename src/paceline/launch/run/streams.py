@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,12 @@ from typing import IO, Literal
 from paceline.errors import UsageError
 from paceline.launch.run.blame import RECENT_LINE_BYTES, RECENT_LINES, Tracebacks
 from paceline.launch.screen import LineSplitter, Screen
+
+_TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ")
+"""The prefix that torch.distributed adds to lines of tracebacks. It has the number 0 on every rank of an elastic run.
+
+With the prefix, tracebacks would not be recognized.
+"""
 
 
 class Stream:
@@ -30,7 +37,6 @@ class Stream:
         self.rank, self.pipe, self.is_error = rank, pipe, is_error
         self.recent: deque[bytes] = deque(maxlen=RECENT_LINES)
         self._screen, self._log, self._tracebacks, self._clock = screen, log, tracebacks, clock
-        self._torch_prefix = b"[rank%d]: " % rank
         self._splitter = LineSplitter()
         os.set_blocking(pipe, False)
 
@@ -69,8 +75,7 @@ class Stream:
             return
         time_s, shown = self._clock(), []
         for line in lines:
-            # torch.distributed adds this prefix to lines of tracebacks. With it, tracebacks would not be recognized.
-            line = line.removeprefix(self._torch_prefix)
+            line = _TORCH_PREFIX.sub(b"", line)
             self.recent.append(line.rstrip(b"\r\n")[:RECENT_LINE_BYTES])
             shown += self._tracebacks.feed(self.rank, line, time_s)
         self._screen.write(self.rank, shown, is_error=True)
