@@ -97,6 +97,7 @@ class TestBlame:
             b"paceline.torch.backend.errors.BackendRankLostError: rank 1 is gone",
             b"GroupClosedError: x",
             b"paceline.errors.ConnectionLostError: x",
+            b"paceline.errors.AddressError: cannot reach tcp://10.0.0.1:29500: no process listens there",
             b"RuntimeError: [/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
         ):
             assert is_consequence(RankFailure(0, 1, tuple(traceback(text)))), text

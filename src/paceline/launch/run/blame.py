@@ -19,8 +19,8 @@ _CHAINED = (
     b"The above exception was the direct cause of the following exception:",
 )
 _CONSEQUENCE = re.compile(
-    rb"^([\w.]*\.)?(Backend)?(RankLost|GroupClosed|ConnectionLost|Collective|Deadline|ConnectionReset|BrokenPipe|Dist"
-    rb"(Network|Store))Error\b|Broken pipe|Connection (was likely )?(closed|reset)|Did the remote server shutdown"
+    rb"^([\w.]*\.)?(Backend)?(RankLost|GroupClosed|ConnectionLost|Address|Collective|Deadline|ConnectionReset|BrokenPipe"
+    rb"|Dist(Network|Store))Error\b|Broken pipe|Connection (was likely )?(closed|reset)|Did the remote server shutdown"
     rb"|^KeyboardInterrupt\b"
 )
 _OF_RANK = re.compile(rb"^paceline\.[\w.]+Error: .*?\branks? (\d+)")
