@@ -8,7 +8,10 @@ import io
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -174,6 +177,33 @@ def test_the_next_block_is_read_while_the_caller_uses_the_current_block(bucket: 
             time.sleep(0.01)
         stream.seek(5)
         assert read_bytes(stream, 100) == LINES[5:105]
+
+
+def test_a_server_without_byte_ranges(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    requests = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, _: str, *values: Any) -> None:
+            requests.append(values)
+
+    (tmp_path / "x.svm").write_bytes(LINES * 50)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path)) as server:
+        Thread(target=server.serve_forever).start()
+        try:
+            base = f"http://127.0.0.1:{server.server_port}"
+            with pytest.raises(DataError, match=f"{base}/none.svm does not exist$"):
+                stat_file(f"{base}/none.svm")
+            assert len(requests) <= 4  # HEAD and GET once, each with a message about the error
+            url = f"{base}/x.svm"
+            with pytest.raises(DataError, match=f"does not support byte ranges. Pass simplecache::{url}"):
+                list(open_dataset(url).batches(10_000))
+            with open_dataset(f"simplecache::{url}") as dataset:
+                assert sum(len(batch.labels) for batch in dataset.batches(10_000)) == 150_000
+        finally:
+            server.shutdown()
+    fsspec.get_filesystem_class("simplecache").clear_instance_cache()
+    gc.collect()
 
 
 @pytest.mark.thorough

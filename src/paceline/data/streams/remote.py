@@ -29,6 +29,9 @@ _PAUSES_S = (0.2, 1.0, 5.0)
 """The pauses between the attempts to reach a server."""
 _PERMANENT = (FileNotFoundError, PermissionError, ImportError, TypeError, ValueError)
 """Errors that another attempt would repeat."""
+_MISSING_STATUSES = (404, 410)
+_TEMPORARY_STATUSES = (408, 425, 429)
+"""Statuses of HTTP for errors of the client (400 to 499) after which another attempt may succeed."""
 _MARKS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "Content-MD5")
 """Fields in which file systems report the version of a file."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:::[A-Za-z][A-Za-z0-9+.-]+)*://")
@@ -65,7 +68,7 @@ def stat_url(url: str) -> FileStatus:
     if found["type"] != "file":
         raise DataError(f"{url} is a folder, not a data file. Pass the files in it, as in {url.rstrip('/')}/*")
     if found["size"] is None:
-        raise DataError(f"{url}: the server does not report the size of the file. Copy it first")
+        raise DataError(f"{url}: the server does not report the size of the file. Copy the file first")
     if not found["size"]:
         raise DataError(f"{url} is empty: it has no line or row to read")
     return FileStatus(int(found["size"]), version)
@@ -236,7 +239,14 @@ def _try_again(action: Callable[[], _Result]) -> _Result:
 def _is_permanent(error: BaseException) -> bool:
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # fsspec reports an unreachable server as a missing file
-    return isinstance(error, _PERMANENT)
+    status = _http_status(error)
+    return isinstance(error, _PERMANENT) or (400 <= status < 500 and status not in _TEMPORARY_STATUSES)
+
+
+def _http_status(error: BaseException | None) -> int:
+    """Return the status in an error of aiohttp; 0 for other errors."""
+    status = getattr(error, "status", None)
+    return status if isinstance(status, int) else 0
 
 
 def _find_system(url: str) -> tuple[Any, str]:
@@ -257,12 +267,17 @@ def _data_errors(url: str) -> Iterator[None]:
     except (DataError, UsageError):
         raise
     except FileNotFoundError as error:
-        cause = "" if error.__cause__ is None else f", or cannot be reached: {error.__cause__}"
+        is_missing = error.__cause__ is None or _http_status(error.__cause__) in _MISSING_STATUSES
+        cause = "" if is_missing else f", or cannot be reached: {error.__cause__}"
         raise DataError(f"{url} does not exist{cause}") from error
     except PermissionError as error:
         raise DataError(f"{url} cannot be read: permission is denied") from error
     except ImportError as error:
         raise UsageError(f"{url} cannot be read: {error}") from error
     except Exception as error:
+        if "range requests" in str(error):
+            raise DataError(
+                f"{url} cannot be read, because the server does not support byte ranges. Pass simplecache::{url}"
+            ) from error
         text = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(f"{url} cannot be read: {text}") from error
