@@ -5,6 +5,7 @@ package. The package ``paceline.torch`` implements the strategies.
 from paceline.strategies.elastic import ELASTIC_ADVICE, ElasticFlags, ElasticOptions, choose_elastic, is_elastic
 from paceline.strategies.pipeline import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.strategies.registry import (
+    MOST_PROCESSES,
     NEUTRAL_SETTINGS,
     STRATEGIES,
     StrategyChoice,
@@ -21,6 +22,7 @@ __all__ = [
     "ELASTIC_ADVICE",
     "ElasticFlags",
     "ElasticOptions",
+    "MOST_PROCESSES",
     "NEUTRAL_SETTINGS",
     "PipelineFlags",
     "PipelineOptions",

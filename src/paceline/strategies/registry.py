@@ -13,6 +13,8 @@ from paceline.strategies.sharding import SHARDED, ShardingFlags
 from paceline.strategies.spec import StrategyOptions, StrategySpec
 
 _TORCH: Final = "paceline.torch.strategies"
+MOST_PROCESSES: Final = 1_000_000
+"""The largest number of nodes, of ranks on a node, and of servers. A larger number is a mistake."""
 
 STRATEGIES: Final[dict[str, StrategySpec]] = {
     spec.name: spec
@@ -175,6 +177,8 @@ def choose_strategy(
         )
     if servers is not None and servers < 1:
         raise UsageError(f"strategy {name} stores parameters on servers, got {servers} servers: expected 1 or more")
+    if servers is not None and servers > MOST_PROCESSES:
+        raise UsageError(f"--servers {servers}: expected at most {MOST_PROCESSES:,}")
     from paceline.protocol.consistency import Sequential, parse_consistency  # imported here, because the import is slow
 
     parsed = parse_consistency(consistency or spec.consistency)

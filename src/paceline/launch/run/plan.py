@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.errors import AddressError, UsageError
 from paceline.launch.flags import RENDEZVOUS_PORT
-from paceline.strategies import StrategyChoice
+from paceline.strategies import MOST_PROCESSES, StrategyChoice
 from paceline.transport import TLS, Address
 from paceline.transport.addresses import LOOPBACK
 
@@ -159,6 +159,8 @@ def lay_out_node(
     for name, value in (("--nproc-per-node", nproc_per_node), ("--nnodes", nnodes)):
         if value < 1:
             raise UsageError(f"{name} {value}: expected 1 or more")
+        if value > MOST_PROCESSES:
+            raise UsageError(f"{name} {value}: expected at most {MOST_PROCESSES:,}")
     most = nnodes if max_ranks is None else max(max_ranks // nproc_per_node, nnodes)
     if not 0 <= node_rank < most:
         raise UsageError(
