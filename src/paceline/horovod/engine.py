@@ -311,11 +311,10 @@ class HorovodEngine:
         agreed_ns = 0 if self._recorder is None else time.monotonic_ns()
         for instruction in instructions:
             match instruction:
-                case RunOperation(requests):
-                    keys = [request.key for request in requests]
+                case RunOperation(requests, keys):
                     _log.debug("%s of %s", requests[0].operation, keys)
                     with self._lock:
-                        entries = [self._entries.get(key) for key in keys]
+                        entries = list(map(self._entries.get, keys))
                     if requests[0].operation in CHANGE_SETS:
                         self._change_groups(requests[0])
                     else:

@@ -122,32 +122,32 @@ class TensorExecutor:
     def _all_reduce(
         self, group: Group, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]
     ) -> None:
-        sources = [
-            _neutral(request) if entry is None else entry.source()
-            for request, entry in zip(requests, entries, strict=True)
-        ]
-        if len(sources) == 1:
-            (source,), (entry,) = sources, entries
+        if len(requests) == 1:
+            (entry,) = entries
+            source = _neutral(requests[0]) if entry is None else entry.source()
             out = entry.output if entry is not None and entry.stream is None else None
             result = _reduced(group, source, requests[0], out=out)
             if entry is not None:
                 entry.finish(result)
             return
+        own = [entry for entry in entries if entry is not None]
+        is_simple = requests[0].device == "cpu" and len(own) == len(entries)
+        sources: Any = [entry.tensor for entry in own]
+        if not is_simple:
+            pairs = zip(requests, entries, strict=True)
+            sources = [_neutral(request) if entry is None else entry.source() for request, entry in pairs]
         fused = torch._C._nn.flatten_dense_tensors(sources)
         self._end_phase("MEMCPY_IN_FUSION_BUFFER")
         result = _reduced(group, fused, requests[0], out=fused)
         self._end_phase("PACELINE_ALLREDUCE")
-        parts = torch._C._nn.unflatten_dense_tensors(result, sources)
-        outputs: list[Tensor] = []
-        copies: list[Tensor] = []
+        parts: Any = torch._C._nn.unflatten_dense_tensors(result, sources)
+        if is_simple:
+            outputs: Any = [entry.output for entry in own]
+            torch._foreach_copy_(outputs, parts)
+            return
         for entry, part in zip(entries, parts, strict=True):
-            if entry is not None and entry.stream is None and entry.output is not None:
-                outputs.append(entry.output)
-                copies.append(part)
-            elif entry is not None:
+            if entry is not None:
                 entry.finish(part)
-        if outputs:
-            torch._foreach_copy_(outputs, copies)
 
     def _broadcast(self, group: Group, request: TensorRequest, entry: TensorEntry | None) -> None:
         root = self._process_sets[request.process_set].index(request.root)

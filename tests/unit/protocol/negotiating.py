@@ -82,8 +82,8 @@ class NegotiatingRanks:
         self.instructions[rank] += instructions
         for instruction in instructions:
             match instruction:
-                case RunOperation(requests):
-                    self.ranks[rank].finished(request.key for request in requests)
+                case RunOperation(_, keys):
+                    self.ranks[rank].finished(keys)
                 case FailRequest(key, _):
                     self.ranks[rank].finished([key])
 

@@ -115,9 +115,9 @@ class Negotiator:
                 f"{requests[0].operation} {requests[0].name!r} was requested after join(); wait until join() returns"
             )
         keys = [request.key for request in requests]
-        different = set(keys)
+        is_repeated = len(keys) > 1 and len(set(keys)) < len(keys)
         for key in keys:
-            if key in self._pending or key in self._running or len(different) < len(keys):
+            if key in self._pending or key in self._running or is_repeated:
                 raise UsageError(
                     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
                     f"that is currently being processed: {key[1]!r}. Wait for the first call, or pass a different "
@@ -167,9 +167,10 @@ class Negotiator:
                 self._plans.clear()
             self._plans[slots] = self._plan(slots)
         keys, instructions = self._plans[slots]
+        pending, running = self._pending, self._running
         for key in keys:
-            if self._pending.pop(key, None) is not None:
-                self._running.add(key)
+            if pending.pop(key, None) is not None:
+                running.add(key)
         self._ready &= ~slots
         if slots != self._last_slots:  # else the order of use does not change
             self._last_slots = slots

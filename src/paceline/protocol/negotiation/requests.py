@@ -99,6 +99,7 @@ class RunOperation(Struct, frozen=True):
 
     requests: tuple[TensorRequest, ...]
     """The common parts of the ranks' requests."""
+    keys: tuple[Key, ...]
 
 
 class FailRequest(Struct, frozen=True):
@@ -145,4 +146,4 @@ def fuse(requests: Iterable[TensorRequest], threshold_bytes: int, *, fuses_group
         newest[kind] = batch, num_bytes
         if request.group:
             groups[kind, request.group] = batch
-    return [RunOperation(tuple(batch)) for batch in batches]
+    return [RunOperation(tuple(batch), tuple(request.key for request in batch)) for batch in batches]
