@@ -5,8 +5,8 @@
 The hosts are network namespaces. Each host has a full-duplex link to one switch (a bridge), which ``tc`` limits in both
 directions. Each algorithm, and Gloo if torch is installed, runs the same all-reduce on the same links in turns. The
 α-β-γ model, with constants that the group measured on these links, makes the prediction. The last column is the ratio
-to the lowest possible time if all ranks send equally much: 2 (p - 1) / p n / B. Needs root, iproute2 and the kernel's
-tbf.
+to the lowest possible time of p ranks that send equally much: 2 (p - 1) / p n / B, for n bytes and B bytes/s. Needs
+root, iproute2 and the kernel's tbf.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ def roles_of(options: RunOptions) -> list[RunRole]:
     if is_kubernetes:  # use the image's Python; each pod also runs a part of the servers
         words = words_of(replace(options, engine=EngineFlags()))
         command = ("paceline", "run", *words, *script)
-        is_elastic = plan.is_elastic
-        return [RunRole(name="ranks", command=command, num_nodes=nnodes, num_cpus=num_cpus, is_elastic=is_elastic)]
+        return [RunRole(name="ranks", command=command, num_nodes=nnodes, num_cpus=num_cpus, is_elastic=plan.is_elastic)]
     command = (sys.executable, "-m", "paceline", "run")
     words = words_of(replace(inner, job="worker") if num_servers else inner)
     ranks = RunRole(
