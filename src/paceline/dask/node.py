@@ -5,13 +5,14 @@ from __future__ import annotations
 from distributed import get_worker
 from distributed.worker import WORKER_ANY_RUNNING
 
-from paceline.launch.functions.node import NodeRequest, run_node
+from paceline.launch.engines.placement import Placement
+from paceline.launch.functions.node import FunctionCall, run_node
 
 _running: set[str] = set()
 """Keys of the tasks that run in this process."""
 
 
-def run_dask_task(request: NodeRequest) -> tuple[int, dict[int, bytes]]:
+def run_dask_task(call: FunctionCall, placement: Placement) -> tuple[int, dict[int, bytes]]:
     """Run the ranks of a node as a Dask task; return as :func:`~paceline.launch.functions.node.run_node` does."""
     worker = get_worker()
     key = str(worker.get_current_task())
@@ -23,7 +24,7 @@ def run_dask_task(request: NodeRequest) -> tuple[int, dict[int, bytes]]:
 
     _running.add(key)
     try:
-        return run_node(request, worker.state.nthreads, is_needed)
+        return run_node(call, placement, worker.state.nthreads, is_needed)
     finally:
         _running.discard(key)
 

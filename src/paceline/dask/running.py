@@ -19,7 +19,9 @@ except ImportError as error:
     raise ImportError("paceline.dask needs Dask, which is not installed: pip install 'paceline[dask]'") from error
 
 from paceline.dask.node import run_dask_task, running_tasks
-from paceline.launch.functions.call import END_S, FunctionCall, RankResults
+from paceline.launch.engines.placement import Placement
+from paceline.launch.functions.call import END_S, RankResults, make_call
+from paceline.launch.functions.node import FunctionCall
 
 _T = TypeVar("_T")
 
@@ -57,7 +59,7 @@ def run(
         raise UsageError(f"got the client {client!r}, expected a distributed.Client that is not asynchronous")
     deadline = time.monotonic() + timeout.total_seconds()
     nodes = _wait_workers(client, num_nodes, workers, deadline)
-    call = FunctionCall.make(
+    call = make_call(
         function,
         arguments,
         num_nodes=len(nodes),
@@ -119,11 +121,11 @@ class _DaskRun(Closing):
         self._results = RankResults([f"Dask worker {node}" for node in nodes], call.num_ranks)
         self._pending: dict[int, Future] = {}
         self._checks_at = 0.0
-        requests = call.requests([get_address_host(node) for node in nodes])
-        for number, (node, request) in enumerate(zip(nodes, requests, strict=True)):
-            key = f"paceline-{call.job}-{number}"
+        addresses = [get_address_host(node) for node in nodes]
+        for number, node in enumerate(nodes):
+            placement, key = Placement.on_nodes(addresses, number, call.job), f"paceline-{call.job}-{number}"
             self._pending[number] = client.submit(
-                run_dask_task, request, key=key, workers=[node], allow_other_workers=False, retries=0
+                run_dask_task, call, placement, key=key, workers=[node], allow_other_workers=False, retries=0
             )
 
     def wait_values(self, deadline: float) -> list[Any]:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from paceline.closing import Closing
 from paceline.errors import UsageError
+from paceline.launch.engines.placement import Placement
 from paceline.launch.engines.ray_nodes import (
     NodeActor,
     RayNodes,
@@ -20,8 +21,8 @@ from paceline.launch.engines.ray_nodes import (
     receive,
     wait_all,
 )
-from paceline.launch.functions.call import END_S, FunctionCall, RankResults
-from paceline.launch.functions.node import NodeRequest, run_node
+from paceline.launch.functions.call import END_S, RankResults, make_call
+from paceline.launch.functions.node import FunctionCall, run_node
 
 _T = TypeVar("_T")
 
@@ -60,7 +61,7 @@ def run(
             f"got {cpus_per_rank:g} CPUs per rank and {gpus:g} GPUs per node, expected more than 0 CPUs, and whole "
             "GPUs or a part of one GPU"
         )
-    call = FunctionCall.make(
+    call = make_call(
         function,
         load_values(arguments),
         num_nodes=num_nodes,
@@ -77,9 +78,9 @@ def run(
 class FunctionActor(NodeActor):
     """The actor that runs the ranks of a node, until the function ends or :meth:`stop`. It needs two threads."""
 
-    def run(self, request: NodeRequest, num_cores: int) -> tuple[int, dict[int, bytes]]:
+    def run(self, call: FunctionCall, placement: Placement, num_cores: int) -> tuple[int, dict[int, bytes]]:
         """Run the ranks of a node; return as :func:`~paceline.launch.functions.node.run_node` does."""
-        return run_node(request, num_cores, lambda: not self._is_stopped.is_set())
+        return run_node(call, placement, num_cores, lambda: not self._is_stopped.is_set())
 
 
 class _RayRun(Closing):
@@ -109,8 +110,10 @@ class _RayRun(Closing):
             self._actors.append(nodes.start(FunctionActor, number, self._resources, num_threads=2))
         places = find_places(self._actors, deadline - time.monotonic())
         results = RankResults([place.name for place in places], self._call.num_ranks)
-        for number, request in enumerate(self._call.requests([place.address for place in places])):
-            self._pending[self._actors[number].run.remote(request, int(self._resources["CPU"]))] = number
+        addresses = [place.address for place in places]
+        for number, actor in enumerate(self._actors):
+            placement = Placement.on_nodes(addresses, number, self._call.job)
+            self._pending[actor.run.remote(self._call, placement, int(self._resources["CPU"]))] = number
         while self._pending:
             for number, value, problem in receive(self._pending, _POLL_S):
                 if problem is not None:

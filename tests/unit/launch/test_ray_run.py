@@ -31,9 +31,9 @@ def _run_ranks(monkeypatch: pytest.MonkeyPatch, run_node: Callable[..., Any], **
 def test_values_and_resources(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = []
 
-    def run_node(request: Any, num_cores: int, is_needed: Callable[[], bool]) -> Any:
+    def run_node(call: Any, placement: Any, num_cores: int, is_needed: Callable[[], bool]) -> Any:
         groups.append(ray.groups[0])
-        node = request.placement.launcher
+        node = placement.launcher
         return 0, {rank: pickle.dumps((pickle.dumps((rank, num_cores)), None, "")) for rank in (2 * node, 2 * node + 1)}
 
     values = _run_ranks(monkeypatch, run_node, num_nodes=2, nproc_per_node=2, cpus_per_rank=1)
@@ -45,13 +45,13 @@ def test_values_and_resources(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_lost_node_ends_the_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 
-    def run_node(request: Any, num_cores: int, is_needed: Callable[[], bool]) -> Any:
-        if request.placement.launcher == 1:
+    def run_node(call: Any, placement: Any, num_cores: int, is_needed: Callable[[], bool]) -> Any:
+        if placement.launcher == 1:
             raise RayError("line of a traceback\nthe cause")
         deadline = time.monotonic() + 20
         while is_needed() and time.monotonic() < deadline:
             time.sleep(0.01)
-        ended.append((request.placement.launcher, is_needed()))
+        ended.append((placement.launcher, is_needed()))
         return -15, {}
 
     with pytest.raises(PeerError, match=r"10\.0\.0\.1 \(01234567\) has failed: the cause"):

@@ -7,17 +7,15 @@ import pickle
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import cloudpickle
-from typing_extensions import Self
 
 from paceline.command_options import words_of
 from paceline.environment import environment
 from paceline.errors import PeerError, UsageError, first_line, name_ranks
-from paceline.launch.engines.placement import Placement
-from paceline.launch.functions.node import NodeRequest
+from paceline.launch.functions.node import FunctionCall
 from paceline.launch.run.blame import RankFailure, choose_culprit, follow_names, waiting_time
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.setup import plan_roles
@@ -28,55 +26,25 @@ END_S: Final = 15.0
 """Time limit for the end of the other nodes after a failure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionCall:
-    """A checked and pickled call of a function on every rank of a run."""
-
-    num_ranks: int
-    """Number of ranks on each node."""
-    words: tuple[str, ...]
-    """Options of ``paceline run``, without the number of nodes."""
-    program: bytes = field(repr=False)
-    """The pickled function with its arguments."""
-    token: str = field(repr=False)
-    job: str
-    """Identifier of the run."""
-
-    @classmethod
-    def make(
-        cls,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        *,
-        num_nodes: int,
-        nproc_per_node: int,
-        strategy: str | None,
-        servers: int | None,
-    ) -> Self:
-        """Check the options and pickle the function. Raises UsageError."""
-        options = RunOptions(strategy=strategy, nproc_per_node=nproc_per_node, servers=servers)
-        plan_roles(replace(options, nnodes=num_nodes))
-        program = pickle_call(function, arguments)
-        return cls(
-            num_ranks=nproc_per_node,
-            words=tuple(words_of(options)),
-            program=program,
-            token=check_or_make_token(environment().token, "PACELINE_TOKEN"),
-            job=secrets.token_hex(8),
-        )
-
-    def requests(self, hosts: Sequence[str]) -> list[NodeRequest]:
-        """Return the request for each node, given the nodes' addresses."""
-        return [
-            NodeRequest(
-                placement=Placement.on_nodes(hosts, number, self.job),
-                num_ranks=self.num_ranks,
-                words=self.words,
-                program=self.program,
-                token=self.token,
-            )
-            for number in range(len(hosts))
-        ]
+def make_call(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    num_nodes: int,
+    nproc_per_node: int,
+    strategy: str | None,
+    servers: int | None,
+) -> FunctionCall:
+    """Check the options and pickle the function. Raises UsageError."""
+    options = RunOptions(strategy=strategy, nproc_per_node=nproc_per_node, servers=servers)
+    plan_roles(replace(options, nnodes=num_nodes))
+    return FunctionCall(
+        num_ranks=nproc_per_node,
+        words=tuple(words_of(options)),
+        program=pickle_call(function, arguments),
+        token=check_or_make_token(environment().token, "PACELINE_TOKEN"),
+        job=secrets.token_hex(8),
+    )
 
 
 def pickle_call(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:

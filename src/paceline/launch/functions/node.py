@@ -25,31 +25,38 @@ _POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRequest:
-    """The work of one node. The representation hides the token, because Dask and Ray log the arguments of calls."""
+class FunctionCall:
+    """A pickled call of a function on every rank of a run.
 
-    placement: Placement
+    The representation hides the token, because Dask and Ray log the arguments of calls.
+    """
+
     num_ranks: int
+    """Number of ranks on each node."""
     words: tuple[str, ...]
-    """Options of ``paceline run``."""
+    """Options of ``paceline run``, without the number of nodes."""
     program: bytes = field(repr=False)
     """The pickled function with its arguments."""
     token: str = field(repr=False)
+    job: str
+    """Identifier of the run."""
 
 
-def run_node(request: NodeRequest, num_cores: int, is_needed: Callable[[], bool]) -> tuple[int, dict[int, bytes]]:
+def run_node(
+    call: FunctionCall, placement: Placement, num_cores: int, is_needed: Callable[[], bool]
+) -> tuple[int, dict[int, bytes]]:
     """Run the ranks of a node while `is_needed`. Return the exit status, and the ranks' reports in the order of time.
 
     The ranks share `num_cores` cores.
     """
     variables = {
         # Dask and Ray set these variables to 1.
-        **dict.fromkeys(THREAD_VARIABLES, str(max(num_cores // request.num_ranks, 1))),
-        **request.placement.variables(),
-        "PACELINE_TOKEN": request.token,
+        **dict.fromkeys(THREAD_VARIABLES, str(max(num_cores // call.num_ranks, 1))),
+        **placement.variables(),
+        "PACELINE_TOKEN": call.token,
     }
-    command = module_command("paceline", "run", *request.words, "--module", RANK_MODULE)
-    return run_program(command, request.program, variables, is_needed=is_needed)
+    command = module_command("paceline", "run", *call.words, "--module", RANK_MODULE)
+    return run_program(command, call.program, variables, is_needed=is_needed)
 
 
 def run_program(
