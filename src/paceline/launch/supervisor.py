@@ -166,6 +166,9 @@ class Supervisor:
             try:
                 child.process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
+                if child.is_foreign:
+                    child.process.send_signal(signal.SIGSTOP)  # so that it starts no more processes
+                    started += _descendants([child.process.pid])
                 self.signal(child, signal.SIGKILL, group=True)
                 child.kill()
                 child.process.wait()

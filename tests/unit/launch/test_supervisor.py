@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -64,6 +65,29 @@ def test_children_of_a_foreign_program_end_with_it(supervisor: Supervisor) -> No
     supervisor.close(PATIENCE_S, signal.SIGTERM)
     psutil.wait_procs([started], timeout=PATIENCE_S)
     assert not started.is_running()
+
+
+def test_a_process_that_starts_during_the_end_ends_too(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A launcher ignores SIGTERM while it waits for its servers, and then starts its ranks."""
+    started = tmp_path / "pid"
+    late = (
+        "import os, signal, subprocess, sys, time\n"
+        "def start(number, frame):\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        f"    open({str(started)!r}, 'w').write(str(child.pid))\n"
+        "signal.signal(signal.SIGTERM, start)\n"
+        "print(1, flush=True)\n"
+        "while True:\n"
+        "    time.sleep(600)\n"
+    )
+    child = supervisor.start("late", lambda: python(late), is_foreign=True)
+    first_line(child.process)
+    supervisor.close(2.0, signal.SIGTERM)
+    assert child.status() == -signal.SIGKILL
+    deadline = time.monotonic() + PATIENCE_S
+    while psutil.pid_exists(int(started.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_dead_process_is_replaced_and_a_finished_one_is_not(supervisor: Supervisor) -> None:
