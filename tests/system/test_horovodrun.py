@@ -139,7 +139,7 @@ def test_a_function_is_called_on_the_ranks(paceline: Commands, monkeypatch: pyte
         raise KeyError(os.environ["RANK"])
 
     with pytest.raises(KeyError, match="0") as error:
-        hvd.run(fail, verbose=False, np=1)
+        hvd.run(fail, verbose=2, np=1, use_gloo=False, hosts=None)
     assert isinstance(error.value.__cause__, PeerError)
     with pytest.raises(UsageError, match=r"hvd\.run has no argument 'nodes'"):
         hvd.run(fail, nodes=2)

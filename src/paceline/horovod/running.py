@@ -53,6 +53,9 @@ def run(
         given["cooldown_range"] = tuple(given["cooldown_range"])
     if isinstance(given.get("network_interfaces"), list):
         given["network_interfaces"] = ",".join(given["network_interfaces"])
+    for each in fields(HorovodrunOptions):
+        if each.default is False and each.name in given:  # scripts pass verbose=2
+            given[each.name] = bool(given[each.name])
     flags = HorovodrunOptions(**{"num_proc": num_proc, **given})
     program = pickle_call(functools.partial(func, **(kwargs or {})), args)
     command = module_command(

@@ -375,7 +375,8 @@ class Coordinator:
         if self.quorum and {*ready, *others} != {*self.members}:
             self._num_changes += 1
             if self._max_changes is not None and self._num_changes > self._max_changes:
-                return self._fail(f"the set of ranks has changed more often than --max-changes {self._max_changes}")
+                limit = f"{self._max_changes} times (--max-changes, or --reset-limit of horovodrun)"
+                return self._fail(f"the set of ranks has changed more than {limit}")
         self.quorum += 1
         self.members = (*sorted(ready), *sorted(others))
         members = self._alive = {*ready, *others}

@@ -166,7 +166,8 @@ def test_too_many_changes_end_the_training() -> None:
     assert started(coordinator.reported(report(1, 2, 0), 0.0)).members == (0, 1)
     coordinator.ended(1, is_failure=True)
     (failure,) = coordinator.reported(report(0, 3, 0), 0.0)
-    assert failure == FailTraining("the set of ranks has changed more often than --max-changes 1")
+    assert isinstance(failure, FailTraining)
+    assert "changed more than 1 times (--max-changes" in failure.reason
 
 
 def test_a_silent_member_is_removed_and_rejected_when_it_returns(coordinator: Coordinator) -> None:
