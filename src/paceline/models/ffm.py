@@ -20,7 +20,7 @@ from typing_extensions import Self, override
 from paceline.data import Batch, Columns
 from paceline.errors import UsageError
 from paceline.kernels.csr import add_field_interactions, field_interaction_gradients
-from paceline.models.base import KeyedMatrix, KeyedMinibatch
+from paceline.models.base import KeyedMatrix
 from paceline.models.features.layout import RowLayout
 from paceline.models.fm import FactorizationMinibatch, FactorModel
 from paceline.tables.spec import MAX_DIM
@@ -63,6 +63,7 @@ class FieldAwareMachine(FactorModel):
     title: ClassVar[str] = "a field-aware factorization machine"
 
     usual: ClassVar[Mapping[str, Any]] = {**FactorModel.usual, "factor_l2": 0.1}
+    minibatch: ClassVar[type[FactorizationMinibatch]] = FieldAwareMinibatch
 
     dim: int = 4
     layout: RowLayout | None = None
@@ -88,7 +89,3 @@ class FieldAwareMachine(FactorModel):
         if layout is None:
             raise UsageError(f"--model ffm needs columns, but {format} has none. Use --model fm")
         return dataclasses.replace(self, layout=layout)
-
-    @override
-    def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
-        return FieldAwareMinibatch(self, batch, rows)

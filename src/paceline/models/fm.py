@@ -22,7 +22,7 @@ from paceline.kernels.csr import add_interactions, interaction_gradients
 from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable, SparseModel
 from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
 from paceline.models.features.counting import MOST_COUNTED
-from paceline.models.logistic import SparseLogisticRegression
+from paceline.models.logistic import LogisticMinibatch, SparseLogisticRegression
 from paceline.tables.initializers import Normal
 from paceline.tables.rules import SGD, Adagrad
 from paceline.tables.settings import check_number
@@ -92,12 +92,34 @@ class FactorizationMinibatch(ClickMinibatch):
         interaction_gradients(rows.indptr, rows.indices, rows.values, self._factors, self._sums, residuals, out)
 
 
+class MinibatchWithoutFactors(LogisticMinibatch):
+    """A minibatch of clicks for a factorization machine in which no feature gets factors."""
+
+    __slots__ = ("_num_factors",)
+
+    def __init__(self, model: FactorModel, batch: Batch, rows: KeyedMatrix) -> None:
+        super().__init__(batch, rows, model.offset)
+        self._num_factors = model.num_factors
+
+    @property
+    @override
+    def keys(self) -> tuple[Keys, ...]:
+        features = self._rows.keys
+        return features, features[:0], features[:0]
+
+    @override
+    def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
+        gradients, loss = super().gradients(weights)
+        return (*gradients, np.empty((0, self._num_factors), np.float32), np.empty(0, np.float32)), loss
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactorModel(ClickProbabilityModel):
     """P(click) from a weight and factors per feature. Abstract: subclasses choose the pairs of factors.
 
     `factor_lr`, `factor_l1` and `factor_l2` are AdaGrad's rate and penalties for the factors, and `factor_std` is the
-    factors' initial standard deviation. A feature gets factors after `factor_min_count` occurrences.
+    factors' initial standard deviation. A feature gets factors after `factor_min_count` occurrences. With
+    `MOST_COUNTED` no feature gets factors.
     """
 
     usual: ClassVar[Mapping[str, Any]] = {
@@ -105,6 +127,8 @@ class FactorModel(ClickProbabilityModel):
         "factor_l2": 0.5,
         "factor_min_count": 300,
     }
+
+    minibatch: ClassVar[type[FactorizationMinibatch]] = FactorizationMinibatch
 
     dim: int = 8
     factor_lr: float | None = None
@@ -142,6 +166,12 @@ class FactorModel(ClickProbabilityModel):
     def num_factors(self) -> int:
         return self.dim
 
+    @override
+    def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
+        if self.value_of("factor_min_count") == MOST_COUNTED:
+            return MinibatchWithoutFactors(self, batch, rows)
+        return self.minibatch(self, batch, rows)
+
     @property
     def linear(self) -> SparseLogisticRegression:
         return SparseLogisticRegression(
@@ -165,7 +195,3 @@ class SparseFactorizationMachine(FactorModel):
 
     name: ClassVar[str] = "fm"
     title: ClassVar[str] = "a factorization machine"
-
-    @override
-    def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
-        return FactorizationMinibatch(self, batch, rows)

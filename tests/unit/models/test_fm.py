@@ -11,7 +11,9 @@ from tests.unit.models.training import train
 from paceline.data import Batch
 from paceline.errors import UsageError
 from paceline.models.base import KeyScratch
-from paceline.models.fm import SparseFactorizationMachine
+from paceline.models.features.counting import MOST_COUNTED
+from paceline.models.ffm import FieldAwareMachine
+from paceline.models.fm import FactorModel, SparseFactorizationMachine
 from paceline.models.logistic import SparseLogisticRegression
 from paceline.models.metrics import auc
 from paceline.ps import FTRL
@@ -61,6 +63,18 @@ def test_features_without_a_weight_have_no_factors() -> None:
     assert gradients[1].shape == (2 * NUM_VALUES - 3, 4)
     wide[1][:3] = 100
     assert np.array_equal(minibatch.predict(wide), predicted)
+
+
+@pytest.mark.parametrize("model", [SparseFactorizationMachine, FieldAwareMachine])
+def test_without_factors_the_model_equals_a_logistic_regression(model: type[FactorModel]) -> None:
+    """Workers then do not pull factors and counts."""
+    batch, rule = make_pairs(0).slice(0, 640), FTRL(l1=0.1)
+    expected, _ = train(SparseLogisticRegression(), batch, rule, epochs=2)
+    without = model(factor_min_count=MOST_COUNTED)
+    predicted, stores = train(without, batch, rule, epochs=2)
+    assert np.array_equal(predicted, expected)
+    assert [len(store) for store in stores] == [2 * NUM_VALUES + 1, 0, 0]
+    assert [len(keys) for keys in without.prepare(batch, KeyScratch()).keys] == [2 * NUM_VALUES + 1, 0, 0]
 
 
 def test_features_get_factors_after_a_number_of_occurrences() -> None:

@@ -72,6 +72,20 @@ def test_a_trial_on_a_part_of_the_data_keeps_the_usual_settings() -> None:
     assert found.passes == LINEAR.passes
 
 
+def test_the_best_pass_counts_in_a_trial_on_a_part_of_the_data() -> None:
+    """With all data, the loss after the given number of passes counts, although the model then overfits."""
+    whole = make_linear(300)
+    model = SparseFactorizationMachine(dim=8, factor_lr=1.0, factor_l2=0.0, factor_min_count=0).with_defaults()
+    losses = {}
+    for is_whole in (True, False):
+        for passes in (1, 8):
+            sample = ExampleSample(whole.batch, whole.starts, whole.batch.num_examples, is_whole)
+            trial = ModelTrial(model, sample, 32, is_mixed=False, passes=passes)
+            losses[is_whole, passes] = trial.run(model, FTRL(alpha=1.0, l1=0.0)).losses.mean
+    assert losses[True, 8] > losses[True, 1] == losses[False, 1]
+    assert losses[False, 8] <= losses[False, 1]
+
+
 @pytest.mark.parametrize(
     "kind", [LeastSquares, pytest.param(PoissonRegression, marks=pytest.mark.thorough), SoftmaxRegression]
 )

@@ -63,8 +63,8 @@ class TriedModel:
 class ModelTrial:
     """A part of a sample, split into examples for training and held-out examples.
 
-    If `passes` is given, settings are compared after this number of passes. Otherwise, each setting's
-    best pass counts.
+    Each setting's best pass counts. If `passes` is given and the trial has all the data, settings are compared after
+    this number of passes. In a trial with a part of the data, models overfit after fewer passes than in the training.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ModelTrial:
                 learner.learn(is_first_pass=not number)
             found = self._losses(model, learners)
             means.append(found.mean if math.isfinite(found.mean) else math.inf)
-            if best is None or found.mean < best.mean or self._passes is not None:
+            if best is None or found.mean < best.mean or (self._passes is not None and self.is_complete):
                 best = found
             if (self._passes is None and is_over(means)) or not math.isfinite(means[-1]):
                 break
