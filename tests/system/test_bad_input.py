@@ -46,7 +46,7 @@ def test_malformed_lines(paceline: Commands, click_log: tuple[Path, Path], tmp_p
     assert len(named) == 5
     assert "bad.tsv, line 11: its label is neither 0 nor 1" in named[0]
     assert "bad.tsv, line 2,001:" in named[1]
-    strict = paceline.run("train", "bad.tsv", "-q", "--strict", "--workers", "1")
+    strict = paceline.run("train", "bad.tsv", "-q", "--strict", "--workers", "1", "--epochs", "1")
     assert strict.status == 1
     assert "is malformed: its label is neither 0 nor 1" in strict.err
     assert len(strict.err.splitlines()) == 1

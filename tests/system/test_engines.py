@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.launch.fake_ray import fake_ray
@@ -68,19 +69,37 @@ def start_ray(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
     scope="module",
     params=[
         pytest.param(start_slurm, id="slurm"),
-        pytest.param(start_ssh, id="ssh"),
         pytest.param(start_kubernetes, id="kubernetes"),
         pytest.param(start_fake_ray, id="fake-ray"),
         pytest.param(start_ray, id="ray", marks=ray_cluster.MARKS),
     ],
 )
 def make_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
-    folder = tmp_path_factory.mktemp("engine")
+    yield from start_in_folders(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def make_ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
+    yield from start_in_folders(start_ssh, tmp_path_factory)
+
+
+def start_in_folders(start: Any, folders: pytest.TempPathFactory) -> Iterator[MakeEngine]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("work"))
-        yield from request.param(folder, patch)
+        patch.chdir(folders.mktemp("work"))
+        yield from start(folders.mktemp("engine"), patch)
 
 
 @pytest.mark.parametrize("check", ENGINE_CHECKS)
 def test_engine_conforms(make_engine: MakeEngine, tmp_path: Path, check: str) -> None:
     check_engine(make_engine, tmp_path, only=check)
+
+
+_OFTEN = ("check_output", "check_closing")
+"""The checks that always run with a real ``sshd``. ``unit/launch/test_ssh.py`` runs the others with a fake ``ssh``."""
+
+
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, marks=[pytest.mark.thorough] * (check not in _OFTEN)) for check in ENGINE_CHECKS]
+)
+def test_ssh_conforms(make_ssh: MakeEngine, tmp_path: Path, check: str) -> None:
+    check_engine(make_ssh, tmp_path, only=check)

@@ -66,6 +66,7 @@ def test_training_on_two_hosts(commands: Commands, words: list[str], name: str) 
     assert sorted(ended) == [("a", "0"), ("a", "1"), ("b", "2")], finished
 
 
+@pytest.mark.thorough
 def test_an_unknown_host(commands: Commands) -> None:
     finished = commands.run("run", "--hosts", "a,nowhere.invalid", "train.py")
     assert finished.status == 2, finished

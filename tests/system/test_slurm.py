@@ -87,6 +87,7 @@ def commands(paceline: Commands, slurm: SlurmCluster) -> Iterator[Commands]:
     slurm.wait_empty()
 
 
+@pytest.mark.thorough
 def test_srun_needs_no_options(commands: Commands) -> None:
     ended = subprocess.run(
         ["srun", "-N2", "-n3", sys.executable, "-m", "paceline", "run", "--nproc-per-node", "2", "place.py"],
