@@ -143,6 +143,13 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
+def test_what_is_available() -> None:
+    """Programs search for these lines."""
+    lines = run.describe_build().splitlines()
+    assert [line for line in lines if "[X]" in line] == ["    [X] PyTorch", "    [X] Gloo", "    [X] Gloo"]
+    assert {"Available Frameworks:", "    [ ] MPI", "    [ ] NCCL", "    [ ] TensorFlow"} <= {*lines}
+
+
 def test_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
