@@ -49,7 +49,7 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
         auto_resume=flags.saving.auto_resume,
         scheduler=connection.scheduler,
         token=None if connection.scheduler is None else options.find_token(connection.token_file),
-        tls=connection.tls.load(),
+        tls=connection.tls.given() if connection.scheduler is None else connection.tls.load(),
         quiet=flags.output.quiet,
         progressive=flags.output.progressive,
         fork_server=context.obj,  # the fork server that main() has started, or None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.command_options import option
+from paceline.environment import environment
 
 if TYPE_CHECKING:
     from paceline.ps.messages import ClusterSettings
@@ -97,6 +98,13 @@ class TLSFlags:
     tls_ca: Path | None = option("Certificate of the authority that signed the other processes' certificates (PEM).")
 
     def load(self) -> TLS | None:
+        """Return the TLS settings from the options, else from the environment; None without TLS. Raises UsageError."""
+        from paceline.transport import TLS
+
+        return self.given() or TLS.of_environment(environment())
+
+    def given(self) -> TLS | None:
+        """Return the TLS settings from the options; None without options."""
         from paceline.transport import TLS
 
         return TLS.of_files(self.tls_cert, self.tls_key, self.tls_ca)

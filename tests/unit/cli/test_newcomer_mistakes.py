@@ -202,6 +202,26 @@ def set_variables(variables: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(*variable.split("="))
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "scheduler --port 0",
+        "server --wait 0",
+        "worker --wait 0",
+        "coordinator --min-ranks 1",
+        "train --scheduler x:1 x.tsv",
+    ],
+)
+def test_every_command_reads_the_variables_of_tls(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    (folder / "x.t").write_text("1 1:1\n")
+    set_variables(f"PACELINE_TOKEN={'x' * 16} PACELINE_SCHEDULER=127.0.0.1:1 PACELINE_TLS_KEY=no.pem", monkeypatch)
+    code, message = run(command, monkeypatch, capsys)
+    assert (code, message.count("\n")) == (2, 1), message
+    assert "PACELINE_TLS_KEY=no.pem" in message
+
+
 @pytest.mark.parametrize("command", ["scheduler --token-file token", "coordinator --min-ranks 1"])
 def test_a_port_in_use(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str

@@ -276,8 +276,8 @@ def _bindable(place: Address) -> Address:
 
 
 def _find_tls(options: RunOptions) -> TLS | None:
-    """Return the TLS settings from the options, else from the environment. Raises UsageError if they are invalid."""
-    tls = options.tls.load() or TLS.of_environment(environment())
+    """Return the TLS settings. Raises UsageError if they are invalid."""
+    tls = options.tls.load()
     if tls is not None:
         tls.server_context()
         tls.client_context()
