@@ -17,7 +17,7 @@ from paceline.strategies import is_elastic
 
 _ELASTIC_TIMEOUT_S: Final = 600
 
-_all_ranks: Group | None = None
+all_ranks: Group | None = None
 """The group of all ranks of the program, which remains after ``shutdown`` for the next ``init``."""
 _elastic: ElasticGroup | None = None
 """This process's membership in an elastic training, in place of the group of all ranks."""
@@ -34,16 +34,16 @@ def meet(comm: Sequence[int] | None, start_timeout: timedelta, timeout: timedelt
     `timeout` limits the calls of the group, and `start_timeout` the first connection of ranks whose number is fixed. In
     an elastic training the function admits new ranks. A new rank waits in this function until the other ranks call it.
     """
-    global _all_ranks
+    global all_ranks
     if is_elastic(environment()):
         if comm is not None:
             raise UsageError(f"init(comm={list(comm)}): not supported with --min-ranks. Leave comm out")
         return _meet_elastic(timeout)
-    if _all_ranks is None:
-        _all_ranks = collectives.init(timeout=start_timeout)
-    group = _all_ranks.subgroup(comm or range(_all_ranks.size), timeout=timeout)
+    if all_ranks is None:
+        all_ranks = collectives.init(timeout=start_timeout)
+    group = all_ranks.subgroup(comm or range(all_ranks.size), timeout=timeout)
     if group is None:
-        raise UsageError(f"rank {_all_ranks.rank} called init(comm={list(comm or ())}), which does not contain it")
+        raise UsageError(f"rank {all_ranks.rank} called init(comm={list(comm or ())}), which does not contain it")
     return group
 
 

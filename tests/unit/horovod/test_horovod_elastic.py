@@ -14,6 +14,8 @@ from tests.random_examples import num_examples
 
 torch = pytest.importorskip("torch")
 import paceline.horovod as hvd  # noqa: E402
+from paceline import collectives  # noqa: E402
+from paceline.horovod import membership  # noqa: E402
 from paceline.horovod.elastic import sampler as sampler_module  # noqa: E402
 
 PHASES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(1, 4)), min_size=1, max_size=5)
@@ -60,10 +62,12 @@ def test_each_sample_is_processed_once_for_any_changes_of_the_ranks(
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with collectives.init() as group:  # this leaves no thread
+        monkeypatch.setattr(membership, "all_ranks", group)
+        hvd.init()
+        yield
+        hvd.shutdown()
 
 
 def take_step(model: Any, optimizer: Any) -> None:
