@@ -427,7 +427,8 @@ def train_long(
         options = ["--nproc-per-node", "3", "--min-ranks", "1", "--global-batch", "192"]
         command = [sys.executable, "-m", "paceline", "run", "--strategy", "all-reduce", *options]
         command += [str(folder / "script.py"), name, str(sleep_s), str(num_epochs), str(seed)]
-        launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        with (folder / "errors").open("w") as errors:
+            launcher = subprocess.Popen(command, stderr=errors)
         process, begun_s = psutil.Process(launcher.pid), time.monotonic()
         try:
             while every_s and launcher.poll() is None and time.monotonic() < begun_s + duration_s:
@@ -444,7 +445,8 @@ def train_long(
                 sizes.append(process.memory_info().rss / 2**20)
                 (folder / "stop").touch()
             if launcher.wait():
-                raise SystemExit(f"the training ended with status {launcher.returncode} after {kills} kills")
+                last = "\n".join((folder / "errors").read_text().splitlines()[-20:])
+                raise SystemExit(f"the training ended with status {launcher.returncode} after {kills} kills:\n{last}")
         finally:
             launcher.kill()
             launcher.wait()
