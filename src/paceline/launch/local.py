@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from paceline.transport.security.authentication import check_or_make_token, chec
 
 from .fork_server import CHILD, MALLOC, ForkError, ForkServer, module_command
 from .kernels import prepare_kernels
+from .share import Share
 from .supervisor import Child, ChildProcess, Supervisor, describe_status, spawn
 
 _logger = logging.getLogger(__name__)
@@ -41,20 +42,6 @@ _DEFAULT_SETTINGS = messages.ClusterSettings()
 _LOOPBACK = "127.0.0.1:0"
 _MAX_SERVERS = 100  # the first server of a rank and its replacements
 _MAX_SCHEDULERS = 6  # the first scheduler and five replacements; another one would probably die from the same cause
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """This machine's part of a cluster that several machines share."""
-
-    scheduler: str
-    """The scheduler's address, ``host:port``."""
-    runs_scheduler: bool
-    servers: Mapping[int, str]
-    """The servers of this machine: the address to bind, by rank."""
-    bind: str = ""
-    """The address that the scheduler binds, if it differs from its public address."""
-    patience_s: float = 300.0
 
 
 class LocalCluster(Closing):

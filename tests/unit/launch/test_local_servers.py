@@ -12,8 +12,9 @@ import pytest
 from tests.free_ports import free_port
 
 from paceline.launch import supervisor
-from paceline.launch.local import LocalCluster, Share
+from paceline.launch.local import LocalCluster
 from paceline.launch.run.servers import RunServers
+from paceline.launch.share import Share
 from paceline.protocol import Role
 from paceline.ps import Client, messages
 from paceline.transport import SocketTransport

@@ -31,6 +31,10 @@ print(json.dumps([[name in sys.modules for name in both], len([m for m in sys.mo
     assert num_modules < 290
 
 
+def test_a_launcher_without_servers_does_not_import_numba() -> None:
+    assert run("import json, sys, paceline.launch.run.on_engine\nprint(json.dumps('numba' in sys.modules))") is False
+
+
 @pytest.mark.skipif(numba.config.DISABLE_JIT, reason="nothing to load")  # type: ignore[attr-defined]
 def test_kernels_are_loaded_without_the_compiler() -> None:
     """Kernels that few processes call are not loaded at the start, because each kernel takes 5 ms."""

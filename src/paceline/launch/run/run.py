@@ -14,14 +14,11 @@ import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.environment import environment
 from paceline.errors import DeadlineError, UsageError
-from paceline.filters import parse_filters
-from paceline.filters.gradients import gradient_filters
-from paceline.filters.modules import with_modules
 from paceline.launch.engines.engine import LOST_NODE_STATUS, report
-from paceline.launch.local import wait_cluster
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.elastic import ElasticRun, RankGrowth
 from paceline.launch.run.loop import RunLoop, Signals
@@ -33,16 +30,17 @@ from paceline.launch.run.plan import (
     plan_ranks,
 )
 from paceline.launch.run.processes import Rank, RankProcesses
-from paceline.launch.run.servers import RunServers
 from paceline.launch.run.setup import PATIENCE_S, Setup, coordinator_address, find_placement, plan_cluster, plan_node
 from paceline.launch.run.streams import check_log_dir
 from paceline.launch.screen import Screen
 from paceline.protocol import Accept, parse_stale_policy
-from paceline.ps import messages
-from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.strategies import ElasticOptions, StrategyChoice, StrategySpec
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import SocketTransport
+
+if TYPE_CHECKING:  # other modules of servers and filters need Numba, so they are imported at their first use
+    from paceline.launch.run.servers import RunServers
+    from paceline.ps import messages
 
 _OPTIONS_OF_RUN = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}  # scripts rarely have options with these names
 _DATA_SUFFIXES = {".csv", ".gz", ".jsonl", ".npy", ".npz", ".parquet", ".svm", ".tsv", ".txt", ".vw", ".zst"}
@@ -98,9 +96,13 @@ def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None)
         scheduler: str | None = None
         if settings is not None:
             if setup.share is not None and not setup.share.runs_scheduler and not setup.share.servers:
+                from paceline.launch.local import wait_cluster
+
                 scheduler = f"tcp://{setup.share.scheduler}"
                 wait_cluster(SocketTransport(setup.token, tls=setup.tls), scheduler, PATIENCE_S)
             else:
+                from paceline.launch.run.servers import RunServers
+
                 servers = stack.enter_context(
                     RunServers.start(
                         settings,
@@ -143,6 +145,13 @@ def _ignore_sigterm() -> Iterator[None]:
 def _find_filters(options: RunOptions, strategy: StrategySpec) -> tuple[str | None, str | None]:
     """Return the filters and the pull filters for the ranks, as texts with the modules to import. Raises UsageError."""
     pushed, pulled = options.filters or "", options.pull_filters
+    if not pushed and pulled is None and not options.filter_modules.filter_module:
+        return None, None
+    from paceline.filters import parse_filters
+    from paceline.filters.gradients import gradient_filters
+    from paceline.filters.modules import with_modules
+    from paceline.ps.client.filtered import filters_of_dense_tables
+
     options.filter_modules.load(options.filters, options.pull_filters)
     chain = parse_filters(pushed)
     if pulled is not None:

@@ -16,7 +16,8 @@ import msgspec
 
 from paceline.closing import Closing
 from paceline.errors import PacelineError, PeerError
-from paceline.launch.local import LocalCluster, Share
+from paceline.launch.local import LocalCluster
+from paceline.launch.share import Share
 from paceline.launch.supervisor import describe_status
 from paceline.protocol import Role
 from paceline.ps import SchedulerLink, make_node_name, messages

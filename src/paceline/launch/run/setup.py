@@ -12,7 +12,6 @@ from paceline.errors import AddressError, UsageError
 from paceline.launch.engines.mpi import read_mpi_placement
 from paceline.launch.engines.placement import Placement
 from paceline.launch.engines.slurm import read_placement
-from paceline.launch.local import Share
 from paceline.launch.run.node import wait_host, with_variables
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import (
@@ -23,6 +22,7 @@ from paceline.launch.run.plan import (
     read_cluster_file,
     servers_of_node,
 )
+from paceline.launch.share import Share
 from paceline.meeting.credentials import job_token
 from paceline.meeting.rendezvous import is_loopback, own_host, port_of_job
 from paceline.strategies import STRATEGIES, ElasticOptions, StrategyChoice, choose_strategy, needs_servers
