@@ -58,6 +58,7 @@ def test_interrupted_while_processes_start(paceline_spawned: Commands, click_log
     assert (finished.status, sentences(finished.err)) == (130, ["paceline: interrupted"])
 
 
+@pytest.mark.thorough
 def test_killing_the_parent_ends_the_other_processes(paceline_spawned: Commands, click_log: tuple[Path, Path]) -> None:
     """The fixture also checks that the temporary files are removed."""
     running = start(paceline_spawned, click_log, *LONG, "--servers", "2")

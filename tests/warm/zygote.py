@@ -22,7 +22,7 @@ from paceline.launch.warm_parent import serve
 
 _COMMANDS = [
     *("paceline.cli.train", "paceline.training.driver", "paceline.training.predict", "paceline.collectives"),
-    *("paceline.launch.run.on_engine", "paceline.collectives.elastic", "encodings.idna"),
+    *("paceline.launch.run.on_engine", "paceline.launch.run.servers", "paceline.collectives.elastic", "encodings.idna"),
 ]
 COMPILER = ("torch._dynamo.backends.common", "torch._dynamo.testing", "torch._inductor.debug")
 """The modules that PyTorch imports at the first export or compilation, which takes seconds."""

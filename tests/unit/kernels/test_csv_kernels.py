@@ -197,7 +197,7 @@ def test_errors_of_rows_have_a_reason_and_a_column() -> None:
     ]
 
 
-@num_examples(300)
+@num_examples(150)
 @given(
     cells=st.lists(
         st.from_regex(r"-?[0-9]{0,9}\.?[0-9]{0,9}", fullmatch=True).filter(lambda cell: any(map(str.isdigit, cell))),

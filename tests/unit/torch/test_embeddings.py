@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import nn
 
 import paceline
 from paceline.errors import NonFiniteError, UsageError
+from paceline.kernels.dedup import sum_rows, take_rows
 from paceline.ps import Constant, Normal, Zeros, from_fields
+from paceline.tables.compile import compile_kernels
 from paceline.tables.rules import RULES
 from paceline.tables.types import Keys
 from paceline.torch.embeddings import (
@@ -349,6 +352,15 @@ def train(tables: ReplicatedTables, *, changes: bool = False) -> list[torch.Tens
         optimizer.step()
         outputs.append(output.detach())
     return outputs
+
+
+@pytest.mark.skipif(numba.config.DISABLE_JIT, reason="nothing to compile")  # type: ignore[attr-defined]
+def test_a_lookup_compiles_no_kernel() -> None:
+    compile_kernels()
+    module = Embedding(DIM)
+    prepared(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    module(torch.arange(NUM_KEYS)).sum().backward()
+    assert [len(kernel.signatures) for kernel in (take_rows, sum_rows)] == [1, 1]
 
 
 @pytest.mark.parametrize("changes", [False, True])

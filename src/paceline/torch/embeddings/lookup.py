@@ -45,7 +45,8 @@ class Gather(torch.autograd.Function):
         ctx.keys, ctx.on_gradient, ctx.anchor_like = keys, on_gradient, anchor.new_empty(0)
         dim = rows.shape[1]
         out = np.empty((len(keys.flat), dim), np.float32)
-        take_rows(rows.reshape(-1), keys.inverse, dim, out.reshape(-1))
+        # The kernel is compiled for int64. For another type, it would be compiled now, for half a second.
+        take_rows(rows.reshape(-1), keys.inverse.astype(np.int64), dim, out.reshape(-1))
         return torch.from_numpy(out)
 
     @staticmethod
