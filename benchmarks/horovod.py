@@ -81,7 +81,7 @@ def resnet() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
-    "ResNet-18": (resnet, (8, 3, 32, 32), (8, 10)),
+    "ResNet-18": (resnet, (4, 3, 32, 32), (4, 10)),
     "perceptron": (make_model, (NUM_ROWS, WIDTHS[0]), (NUM_ROWS, WIDTHS[-1])),
 }
 """The model, and the shapes of its inputs and outputs."""

@@ -23,6 +23,7 @@ from paceline.protocol.negotiation.requests import (
 
 AVERAGE: Final = "average"
 _ADASUM_TAG: Final = 1
+_MOST_FUSED: Final = 16
 
 
 class TensorEntry:
@@ -81,6 +82,10 @@ class TensorExecutor:
         """The groups of the process sets that this rank belongs to."""
         self._process_sets = process_sets
         self._phases: list[tuple[str, int]] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        """The memory of all fused tensors, which are reduced one after another."""
+        self._fused: dict[int, tuple[Sequence[TensorRequest], Tensor, list[Tensor]]] = {}
+        """The fused tensor and its parts, by the identity of the requests."""
 
     def run(
         self, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]
@@ -136,11 +141,13 @@ class TensorExecutor:
         if not is_simple:
             pairs = zip(requests, entries, strict=True)
             sources = [_neutral(request) if entry is None else entry.source() for request, entry in pairs]
-        fused = torch._C._nn.flatten_dense_tensors(sources)
+        fused, parts = self._fusion_buffer(requests)
+        torch._foreach_copy_(parts, sources)
         self._end_phase("MEMCPY_IN_FUSION_BUFFER")
         result = _reduced(group, fused, requests[0], out=fused)
+        if result.data_ptr() != fused.data_ptr():
+            fused.copy_(result)
         self._end_phase("PACELINE_ALLREDUCE")
-        parts: Any = torch._C._nn.unflatten_dense_tensors(result, sources)
         if is_simple:
             outputs: Any = [entry.output for entry in own]
             torch._foreach_copy_(outputs, parts)
@@ -148,6 +155,22 @@ class TensorExecutor:
         for entry, part in zip(entries, parts, strict=True):
             if entry is not None:
                 entry.finish(part)
+
+    def _fusion_buffer(self, requests: Sequence[TensorRequest]) -> tuple[Tensor, list[Tensor]]:
+        """Return a tensor for all tensors of an all-reduce, and its parts. In the steady state it creates no tensor."""
+        known = self._fused.get(id(requests))
+        if known is not None and known[0] is requests:
+            return known[1:]
+        num_bytes = sum(request.num_bytes for request in requests)
+        if num_bytes > self._buffer.numel() or len(self._fused) >= _MOST_FUSED:
+            self._fused.clear()
+        if num_bytes > self._buffer.numel():
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        fused = self._buffer[:num_bytes].view(getattr(torch, requests[0].dtype))
+        sizes = [request.num_bytes // fused.element_size() for request in requests]
+        parts = [part.view(request.shape) for part, request in zip(fused.split(sizes), requests, strict=True)]
+        self._fused[id(requests)] = requests, fused, parts
+        return fused, parts
 
     def _broadcast(self, group: Group, request: TensorRequest, entry: TensorEntry | None) -> None:
         root = self._process_sets[request.process_set].index(request.root)

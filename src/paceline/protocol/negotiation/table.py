@@ -113,7 +113,9 @@ _CHECKS: Final[tuple[tuple[str, str, _Describe], ...]] = (
 def find_mismatch(requests: Mapping[int, TensorRequest]) -> str:
     """Return the error for requests of one name, by rank. Empty if the ranks can run the operation."""
     first = requests[min(requests)]
-    for title, verb, describe in _CHECKS:
+    common = first.common()
+    are_equal = all(request.common() == common for request in requests.values())
+    for title, verb, describe in () if are_equal else _CHECKS:
         sides: dict[str, list[int]] = {}
         for rank in sorted(requests):
             sides.setdefault(str(describe(requests[rank])), []).append(rank)
