@@ -168,7 +168,7 @@ class TensorExecutor:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         fused = self._buffer[:num_bytes].view(getattr(torch, requests[0].dtype))
         sizes = [request.num_bytes // fused.element_size() for request in requests]
-        parts = [part.view(request.shape) for part, request in zip(fused.split(sizes), requests, strict=True)]
+        parts = [part.view(request.shape) for part, request in zip(torch.split(fused, sizes), requests, strict=True)]
         self._fused[id(requests)] = requests, fused, parts
         return fused, parts
 
