@@ -11,12 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.free_ports import free_port
+from tests.warm.processes import RANKS
 
 from paceline.bench.collectives import OPS
 from paceline.bench.peers import find_absent
 
-from .running import Commands, parse_json
+from .running import MARK, Commands, our_processes, parse_json
 
+_PROGRAM = "paceline.bench.collectives_rank"
 KEYS = ["op", "bytes", "ranks", "peer", "algorithm", "median_us"]
 
 
@@ -100,31 +102,39 @@ def test_wrong_usage_is_reported_in_one_sentence(paceline: Commands, arguments: 
     assert finished.err.count("\n") == 1
 
 
-def _ranks(pid: int) -> list[psutil.Process]:
-    return sorted(psutil.Process(pid).children(), key=lambda child: child.pid)
+@pytest.fixture
+def forking(paceline: Commands) -> Commands:
+    """Run commands whose ranks are forked from a loaded process."""
+    paceline.environment[RANKS] = "plain"
+    return paceline
 
 
-def test_a_killed_rank_is_named(paceline: Commands) -> None:
-    running = paceline.start("bench", "collectives", "--sizes", "4,16M,16M,1M,2M,3M", "--peer", "paceline", "--json")
+def _ranks(commands: Commands) -> list[psutil.Process]:
+    found = our_processes(commands.environment[MARK])
+    return sorted((rank for rank in found if _PROGRAM in rank.cmdline()), key=lambda rank: rank.pid)
+
+
+def test_a_killed_rank_is_named(forking: Commands) -> None:
+    running = forking.start("bench", "collectives", "--sizes", "4,16M,16M,1M,2M,3M", "--peer", "paceline", "--json")
     running.wait_line('"bytes": 4')
-    _ranks(running.process.pid)[1].kill()
+    _ranks(forking)[1].kill()
     finished = running.wait()
     assert finished.status == 1
     assert finished.err.startswith("paceline: rank 1 ")
     assert finished.err.count("\n") == 1
 
 
-def test_ctrl_c_leaves_no_process_or_file(paceline: Commands) -> None:
-    running = paceline.start("bench", "collectives", "--sizes", "4,16M,1M,2M,3M", "--peer", "paceline", "--json")
+def test_ctrl_c_leaves_no_process_or_file(forking: Commands) -> None:
+    running = forking.start("bench", "collectives", "--sizes", "4,16M,1M,2M,3M", "--peer", "paceline", "--json")
     running.wait_line('"bytes": 4')
-    ranks = _ranks(running.process.pid)
+    ranks = _ranks(forking)
     assert len(ranks) == 2
     running.signal(signal.SIGINT)
     assert running.wait().status == 130
     assert not any(rank.is_running() for rank in ranks)
 
 
-def test_ranks_end_after_a_killed_command(paceline: Commands) -> None:
-    running = paceline.start("bench", "collectives", "--sizes", "4,16M,1M,2M,3M", "--peer", "paceline", "--json")
+def test_ranks_end_after_a_killed_command(forking: Commands) -> None:
+    running = forking.start("bench", "collectives", "--sizes", "4,16M,1M,2M,3M", "--peer", "paceline", "--json")
     running.wait_line('"bytes": 4')
     running.kill()  # the fixture fails if a process remains

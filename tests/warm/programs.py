@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from paceline.cli import load_commands
 from paceline.launch import supervisor
 from paceline.launch.child import prepare as prepare_roles
-from paceline.launch.fork_server import CHILD, ForkServer
+from paceline.launch.fork_server import CHILD, ForkServer, module_command
 from paceline.launch.run import processes as run_processes
 from paceline.launch.warm_parent import reason_not_to_fork, serve, set_title
 from paceline.tables.compile import compile_kernels
@@ -116,8 +116,12 @@ def _fork_rank(command: list[str], **options: Any) -> WarmProcess:
 
 def _spawn_or_fork(command: Sequence[str], **options: Any) -> WarmProcess | subprocess.Popen[bytes]:
     """Fork modules, such as the ``paceline run`` of a host, and spawn other programs."""
+    runs_module = module_command("")[:-1]
+    if [*command[: len(runs_module)]] == runs_module:
+        command = [sys.executable, "-m", *command[len(runs_module) :]]
     if [*command[:2]] == [sys.executable, "-m"]:
-        return WarmProcess(command[1:], **options)
+        streams = {name: value.fileno() for name, value in options.items() if hasattr(value, "fileno")}
+        return WarmProcess(command[1:], **{**options, **streams})
     return _spawn(command, **options)
 
 
