@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -56,7 +57,7 @@ def run(
     resources. All processes of the run end with the call, and with the calling program.
     """
     cpus, gpus = cpus_per_rank * nproc_per_node, gpus_per_rank * nproc_per_node
-    if cpus_per_rank <= 0 or gpus < 0 or (gpus > 1 and gpus % 1):
+    if not 0 < cpus < math.inf or not 0 <= gpus < math.inf or (gpus > 1 and gpus % 1):
         raise UsageError(
             f"got {cpus_per_rank:g} CPUs per rank and {gpus:g} GPUs per node, expected more than 0 CPUs, and whole "
             "GPUs or a part of one GPU"

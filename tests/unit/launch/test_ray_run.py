@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 import time
@@ -64,6 +65,12 @@ def test_missing_resources(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UsageError, match="3 x 2 CPU requested, 4 existing, 4 free, 2 on the largest node"):
         _run_ranks(monkeypatch, print, num_nodes=3, cpus_per_rank=2, timeout=timedelta(seconds=0.01))
     assert ray.groups == []
+
+
+@pytest.mark.parametrize("options", [{"cpus_per_rank": math.nan}, {"gpus_per_rank": math.nan}, {"gpus_per_rank": 1.5}])
+def test_impossible_resources(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="expected more than 0 CPUs"):
+        _run_ranks(monkeypatch, print, **options, timeout=timedelta(seconds=0.01))
 
 
 def test_another_version(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
