@@ -175,3 +175,26 @@ def test_a_failure_at_the_end_of_the_last_rank_is_reported(capfd: pytest.Capture
     with contextlib.closing(processes), Signals(processes) as signals:
         assert loop.run(signals) == 1
     assert "no rank is left" in capfd.readouterr().err
+
+
+def test_a_killed_rank_does_not_cause_the_later_failure_of_its_run(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    tracebacks, ended = Tracebacks(), run.started[-1:]
+
+    def reap(rank: Rank) -> None:
+        rank.status = -signal.SIGKILL
+        for line in (b"Traceback (most recent call last):\n", b"paceline.errors.RankLostError: it was declared lost\n"):
+            tracebacks.feed(rank.rank, line, time.monotonic())  # of the new process with this number
+
+    processes = SimpleNamespace(
+        ranks=[], living=lambda: ended[:], find_ended=lambda: [ended.pop() for _ in ended[:]], reap=reap,
+        signal=lambda number, *, groups: None,
+    )  # fmt: skip
+    loop = RunLoop(
+        cast(RankProcesses, processes), Screen(None), tracebacks, world_size=3, log_dir=None,
+        find_lost_server=lambda: "no rank is left", elastic=run.elastic,
+    )  # fmt: skip
+    with Signals(run.processes) as signals:
+        assert loop.run(signals) == 1
+    shown = capfd.readouterr().err
+    assert "no rank is left" in shown
+    assert "RankLostError" not in shown

@@ -36,7 +36,6 @@ _FAILURE_GRACE_S = 3.0
 _GLIMPSE_S = 5.0
 _NOTE_S = 2.0
 _POLL_S = 1.0
-_MOST_FAILURES = 16  # of an elastic run, in which ranks may fail any number of times
 
 
 class Signals(Closing):
@@ -102,6 +101,7 @@ class RunLoop:
         self._elastic = elastic
         self._started = time.monotonic()
         self._failures: list[RankFailure] = []
+        """The failures that end the run. An elastic run reports each failure and continues."""
         self._failed_at = 0.0
         self._decides_at: float | None = None
         self._culprit: RankFailure | None = None
@@ -168,11 +168,10 @@ class RunLoop:
                     selector.unregister(stream.pipe)
             self._processes.reap(rank)
             assert rank.status is not None
-            if rank.status and signals.first is None:
+            if rank.status and signals.first is None and self._elastic is None:
                 self._failed_at = self._failed_at or time.monotonic()
                 self._failures.append(RankFailure(rank.rank, rank.status, rank.last_lines()))
             if self._elastic is not None:
-                del self._failures[:-_MOST_FAILURES]
                 message = self._elastic.ended(rank)
                 if message is not None and signals.first is None:
                     self._screen.write_bytes(f"{message}\n".encode(), is_error=True)
@@ -190,7 +189,7 @@ class RunLoop:
             if self._lost_server is not None:
                 culprit = choose_culprit(self._failures)
                 self._end_all(time_s, None if culprit is None else culprit.rank)
-            elif self._failures and self._elastic is None:
+            elif self._failures:
                 culprit = choose_culprit(self._failures)
                 living = [rank.rank for rank in self._processes.living()]
                 decides_at = self._failed_at + waiting_time(self._failures, living)
