@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.pages import ROOT
-from tests.warm.processes import RANKS
+from tests.warm.processes import RANKS, WarmProcess
 
 from paceline.errors import PeerError, UsageError
 
@@ -90,18 +90,20 @@ def test_a_horovod_script_runs_unchanged(shim: Path, paceline: Commands) -> None
     (entry,) = shim.glob("*.dist-info/entry_points.txt")
     module, function = re.findall(r"horovodrun = ([\w.]+):(\w+)", entry.read_text())[0]
     (paceline.folder / "train.py").write_text(SCRIPT)
+    (paceline.folder / "horovodrun.py").write_text(f"from {module} import {function}; {function}()")
     words = ["-np", "2", "--verbose", "--cycle-time-ms", "1", "--output-filename", "logs"]
-    done = subprocess.run(
-        [PYTHON, "-c", f"from {module} import {function}; {function}()", *words, PYTHON, "train.py"],
-        cwd=paceline.folder, env={**paceline.environment, "PYTHONPATH": str(shim)}, capture_output=True, text=True,
-        check=False,
+    launcher = WarmProcess(
+        ["horovodrun.py", *words, PYTHON, "train.py"],
+        env={**paceline.environment, "PYTHONPATH": str(shim), RANKS: "torch"},
+        cwd=paceline.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done
-    assert sorted(done.stdout.splitlines()) == ["[rank 0] total 3.0 1", "[rank 1] total 3.0 1"]
+    output, errors = launcher.communicate(120)
+    assert launcher.returncode == 0, errors
+    assert sorted(output.splitlines()) == ["[rank 0] total 3.0 1", "[rank 1] total 3.0 1"]
     assert (paceline.folder / "logs/rank1.stdout").read_text() == "total 3.0 1\n"
     command = f"the command is paceline run --nproc-per-node 2 --no-python --log-dir logs {PYTHON} train.py"
-    assert command in done.stderr
-    assert "--cycle-time-ms is not needed: ranks exchange requests immediately" in done.stderr
+    assert command in errors
+    assert "--cycle-time-ms is not needed: ranks exchange requests immediately" in errors
 
 
 def test_the_number_of_ranks_follows_the_discovery_script(paceline: Commands) -> None:

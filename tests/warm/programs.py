@@ -60,6 +60,7 @@ def main() -> NoReturn:
     set_title([sys.executable, *words])
     _show_mark()
     sys.path[:] = [name for name in sys.path if name and Path(name) != Path(__file__).parents[2]]
+    sys.path[:0] = [name for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name not in ["", *sys.path]]
     ForkServer.start = _fork_fork_server  # type: ignore[method-assign]
     while words[0] in ("--within", "-W", "-X", "-u"):
         match words:
