@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from tests.pages import ROOT
 from tests.warm.processes import RANKS, WarmProcess
+from tests.warm.programs import spawn_or_fork
 
 from paceline.errors import PeerError, UsageError
+from paceline.launch.functions import node
 
 from .running import Commands
 
@@ -125,8 +127,9 @@ def test_the_number_of_ranks_follows_the_discovery_script(paceline: Commands) ->
 
 def test_a_function_is_called_on_the_ranks(paceline: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     hvd = pytest.importorskip("paceline.horovod")
-    for name, value in paceline.environment.items():
+    for name, value in {**paceline.environment, RANKS: "torch"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(node, "spawn", spawn_or_fork)
 
     def work(first: int, *, second: int) -> tuple[int, str, list[int]]:
         import paceline.horovod as hvd

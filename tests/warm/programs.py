@@ -75,7 +75,7 @@ def main() -> NoReturn:
                     stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     if RANKS in os.environ:
         vars(run_processes)["spawn"] = _fork_rank
-        vars(supervisor)["spawn"] = _spawn_or_fork  # for programs that import it later
+        vars(supervisor)["spawn"] = spawn_or_fork  # for programs that import it later
     try:
         if words[0] == "-m":
             sys.argv = words[1:]
@@ -115,7 +115,7 @@ def _fork_rank(command: list[str], **options: Any) -> WarmProcess:
     return WarmProcess(command[1:], kind=os.environ[RANKS], **options)
 
 
-def _spawn_or_fork(command: Sequence[str], **options: Any) -> WarmProcess | subprocess.Popen[bytes]:
+def spawn_or_fork(command: Sequence[str], **options: Any) -> WarmProcess | subprocess.Popen[bytes]:
     """Fork modules, such as the ``paceline run`` of a host, and spawn other programs."""
     runs_module = module_command("")[:-1]
     if [*command[: len(runs_module)]] == runs_module:
