@@ -139,18 +139,18 @@ optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 data = torch.utils.data.TensorDataset(x, y)
 loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)
 model, optimizer, loader = strategy.prepare(model, optimizer, loader)
-epoch, has_joined, is_over = 0, False, False
+epoch, is_over = 0, False
+marker = folder / f"{os.environ['PACELINE_INCARNATION']} {os.getpid()}"
 while not is_over:
     for inputs, targets in loader:
         time.sleep(sleep_s)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
-        if strategy.has_joined and not has_joined:
-            has_joined = True
-            (folder / f"{os.environ['PACELINE_INCARNATION']} {os.getpid()}").touch()
+        if strategy.has_joined:
+            marker.touch()
     epoch += 1
-    if has_joined:
+    if strategy.has_joined:  # also a rank that has joined after the last batch of the epoch
         is_over = bool(strategy.reduce(float(epoch == num_epochs or (folder / "stop").exists()), "max"))
 if strategy.is_main:
     with torch.no_grad():
