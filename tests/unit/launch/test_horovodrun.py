@@ -129,6 +129,8 @@ def test_variables_and_notes() -> None:
         ({"mpi_args": "-x A"}, "--mpi-args is not supported: Paceline does not use MPI. Leave it out"),
         ({"log_level": "loud"}, "HOROVOD_LOG_LEVEL is 'loud', expected trace"),
         ({"hosts": "a:2,b:1"}, "--num-proc 4: the hosts have 3 slots"),
+        ({"hosts": "a:1"}, "--num-proc 4: the hosts have 1 slot. Pass --num-proc 1"),
+        ({"min_num_proc": 5}, "--min-num-proc 5: there are only 4 slots"),
         ({"hosts": "a,b"}, "numbers of slots are missing"),
         ({"hosts": "own:2,localhost:2"}, "cannot connect to localhost"),
         ({"hosts": "a:4", "hostfile": Path("h")}, "--hosts and --hostfile both have the hosts"),

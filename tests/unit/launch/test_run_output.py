@@ -211,6 +211,14 @@ class TestTracebacks:
         assert due is not None
         assert shown.overdue(due) == [(0, LOST)]
 
+    def test_the_traceback_of_a_rank_that_ended_is_shown_before_all_others_are_dropped(self) -> None:
+        shown = Tracebacks()
+        lost = traceback(b"torch.distributed.DistNetworkError: address already in use")
+        feed(shown, 0, lost, 0.0)
+        feed(shown, 1, LOST, 0.0)
+        assert shown.release(0) == lost
+        assert (shown.blame(None), shown.finish(), shown.num_dropped) == ([], [], len(LOST))
+
     def test_logged_exceptions_of_a_program_are_shown(self) -> None:
         shown = Tracebacks()
         assert feed(shown, 0, [*OWN, b"next"], 0.0) == [*OWN, b"next"]

@@ -64,6 +64,8 @@ def test_more_nodes_may_join_up_to_the_largest_number_of_ranks() -> None:
     assert (layout.ranks, layout.world_size, layout.master_port) == ((6, 7), 2, RENDEZVOUS_PORT)
     with pytest.raises(UsageError, match="there are 4 nodes"):
         lay_out(node_rank=4)
+    with pytest.raises(UsageError, match=r"--max-ranks 9: more nodes may join.* or, .* --nproc-per-node 9 without"):
+        lay_out(node_rank=0, master_addr=None)
 
 
 def test_nodes_that_may_be_more_have_a_token_and_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

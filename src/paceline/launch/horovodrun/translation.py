@@ -65,7 +65,10 @@ def translate(options: HorovodrunOptions, host_name: str, num_slots: int | None 
         engine = EngineFlags(hosts=listed, ssh_option=ssh_options or None)
     if is_elastic:
         variables["HOROVOD_ELASTIC"] = "1"
-        elastic = ElasticFlags(min_ranks=options.min_num_proc or options.num_proc, max_changes=options.reset_limit)
+        least = options.min_num_proc or options.num_proc
+        if least > sum(hosts.values()):
+            raise UsageError(f"--min-num-proc {least}: there are only {sum(hosts.values())} slots. Pass a lower number")
+        elastic = ElasticFlags(min_ranks=least, max_changes=options.reset_limit)
     run = RunOptions(
         script=options.command[0],
         arguments=options.command[1:],
@@ -111,8 +114,9 @@ def _allot(options: HorovodrunOptions, *, is_elastic: bool) -> dict[str, int]:
         raise UsageError(f"--hosts {text}: the numbers of slots are missing. Pass them, as in a:4,b:4")
     total = sum(found.num_ranks)
     if total < num_ranks:
+        found_slots = "1 slot" if total == 1 else f"{total} slots"
         raise UsageError(
-            f"--num-proc {num_ranks}: the hosts have {total} slots. Pass --num-proc {total}, or more hosts"
+            f"--num-proc {num_ranks}: the hosts have {found_slots}. Pass --num-proc {total}, or more hosts"
         )
     left = (options.max_num_proc or total) if is_elastic else num_ranks
     allotted: dict[str, int] = {}

@@ -215,6 +215,10 @@ class Tracebacks:
     def blame(self, rank: int | None) -> list[bytes]:
         """Show only this rank's lines from now on (None: show no lines). Return the rank's held lines."""
         self._culprit, self._is_over = rank, True
+        return [] if rank is None else self.release(rank)
+
+    def release(self, rank: int) -> list[bytes]:
+        """Return the held lines of a rank, to show them now."""
         return self._held.pop(rank).lines if rank in self._held else []
 
     def finish(self) -> list[tuple[int, list[bytes]]]:

@@ -167,6 +167,11 @@ def lay_out_node(
             f"--node-rank {node_rank}: there are {most} nodes, expected a number from 0 to {most - 1} (with "
             "PET_NNODES: PET_NODE_RANK)"
         )
+    if most > nnodes == 1 and not master_addr:
+        raise UsageError(
+            f"--max-ranks {max_ranks}: more nodes may join, so --master-addr, this node's address, is missing. "
+            f"Pass --master-addr or, for ranks on this machine only, --nproc-per-node {max_ranks} without --max-ranks"
+        )
     if most > 1 and not master_addr:
         raise UsageError(f"{most} nodes: pass --master-addr, node 0's address (with PET_NNODES: PET_MASTER_ADDR)")
     if master_port is None:

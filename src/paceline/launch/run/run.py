@@ -268,7 +268,9 @@ def check_script(options: RunOptions, *, is_here: bool = True) -> None:
         pass
     elif options.no_python:
         if shutil.which(script) is None:
-            raise UsageError(f"no program {script}. Pass a program in PATH, or the path of an executable file")
+            remedy = "a program in PATH, or the path of an executable file"
+            remedy = f"python {script}" if script.endswith(".py") else remedy
+            raise UsageError(f"no program {script}. Pass {remedy}")
     elif options.module:
         _check_module(script)
     elif not Path(script).exists():
