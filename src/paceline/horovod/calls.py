@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.horovod.context import current
 from paceline.horovod.engine import HorovodEngine
-from paceline.horovod.execution import TensorEntry
+from paceline.horovod.execution import AVERAGE, TensorEntry
 from paceline.horovod.process_sets import ProcessSet
 from paceline.kernels.combine import DTYPES
 from paceline.protocol.negotiation.requests import UNNAMED, TensorRequest
@@ -97,6 +97,8 @@ def request(
     entries: list[TensorEntry] = []
     for place, value in enumerate(tensors):
         tensor = as_tensor(value, is_target=bool(in_place))
+        if tensor.dtype == torch.bool and reduction == AVERAGE:
+            raise UsageError("booleans have no average. Pass op=Max (any rank), op=Min (all ranks), or tensor.float()")
         one = TensorRequest(
             f"{name}.{place + 1}of{len(tensors)}" if is_grouped else name,
             operation,

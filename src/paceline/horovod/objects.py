@@ -38,12 +38,19 @@ def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Any], root_rank
         synchronize(handle)
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raise UsageError for an object without parameter groups, such as a model."""
+    if not hasattr(optimizer, "param_groups"):
+        raise UsageError(f"got {type(optimizer).__name__}, expected an optimizer of torch.optim. Pass the optimizer")
+
+
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Copy the state and the options of the optimizer of rank `root_rank` to all ranks.
 
     As in Horovod, parameters without a gradient get zeros as their gradients. `model` is accepted for compatibility. It
     is not needed, because the optimizers take no step.
     """
+    check_optimizer(optimizer)
     is_root = current().group.rank == root_rank
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -18,12 +18,14 @@ from paceline.errors import UsageError
 from paceline.horovod.calls import synchronize
 from paceline.horovod.compression import Compression, Compressor
 from paceline.horovod.context import can_change_size, size
+from paceline.horovod.objects import check_optimizer
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.reductions import (
     Adasum,
     Average,
     allreduce_async_,
     grouped_allreduce_async_,
+    reduction_of,
     sparse_allreduce_async,
 )
 
@@ -279,6 +281,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     Raises UsageError for invalid arguments.
     """
+    check_optimizer(optimizer)
+    reduction_of(op)  # raises UsageError for a wrong value
+    if not hasattr(compression, "compress"):
+        raise UsageError(f"got compression={compression!r}, expected Compression.none, Compression.fp16 or .bf16")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor not supported with op != Average; pass op=Average or leave it out")
     if num_groups:

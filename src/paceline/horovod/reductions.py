@@ -34,7 +34,8 @@ Product: Final = 5
 _REDUCTIONS: Final = {Average: AVERAGE, Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "product"}
 
 
-def _reduction(op: int | None, average: bool | None) -> str:
+def reduction_of(op: int | None, average: bool | None = None) -> str:
+    """Return the name of the reduction `op`. Raises UsageError."""
     if average is not None:
         if op is not None:
             raise UsageError("The op parameter supersedes average. Please provide only one of them.")
@@ -65,7 +66,7 @@ def _all_reduce(
     in_place: bool,
     is_grouped: bool = False,
 ) -> int:
-    reduction = _reduction(op, average)
+    reduction = reduction_of(op, average)
     if reduction == ADASUM:
         _check_adasum(process_set)
     return request(
@@ -253,7 +254,7 @@ def _reduce_scatter(
     *,
     is_grouped: bool,
 ) -> int:
-    reduction = _reduction(op, None)
+    reduction = reduction_of(op)
     if reduction == ADASUM:
         raise HorovodInternalError("reducescatter does not support Adasum; pass op=Average or op=Sum")
     return request(

@@ -270,6 +270,8 @@ def check_names_in_use(rank: int, size: int) -> None:
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
     with raises(ValueError, "op=17"):
         hvd.allreduce(torch.ones(1), op=17)
+    with raises(ValueError, "booleans have no average"):
+        hvd.allreduce(torch.tensor(True))
 
 
 def check_join(rank: int, size: int) -> None:

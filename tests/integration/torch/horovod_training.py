@@ -99,12 +99,20 @@ def check_kind_and_state(rank: int, size: int) -> None:
 
 
 def check_misuse(rank: int, size: int) -> None:
-    model = make_model()
+    model: Any = make_model()
     names = list(model.named_parameters())
 
     def make(**options: Any) -> Any:
         return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
+    with raises(ValueError, "got Sequential, expected an optimizer"):
+        hvd.DistributedOptimizer(model)
+    with raises(ValueError, "got Sequential, expected an optimizer"):
+        hvd.broadcast_optimizer_state(model, root_rank=0)
+    with raises(ValueError, "op='sum'"):
+        make(op="sum")
+    with raises(ValueError, "compression='fp16'"):
+        make(compression="fp16")
     with raises(ValueError, "sequence of tuples"):
         make(named_parameters=list(model.parameters()))
     with raises(ValueError, "must be unique", "0.weight"):

@@ -99,6 +99,7 @@ class TestBlame:
             b"paceline.errors.ConnectionLostError: x",
             b"paceline.errors.AddressError: cannot reach tcp://10.0.0.1:29500: no process listens there",
             b"RuntimeError: [/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
+            b"paceline.horovod.errors.HorovodInternalError: Horovod has been shut down: a rank has called shutdown()",
         ):
             assert is_consequence(RankFailure(0, 1, tuple(traceback(text)))), text
         for text in (b"paceline.errors.MismatchError: x", b"KeyError: 'RankLostError'", b"MyRankLostError: x"):

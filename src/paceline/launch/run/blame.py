@@ -21,7 +21,7 @@ _CHAINED = (
 _CONSEQUENCE = re.compile(
     rb"^([\w.]*\.)?(Backend)?(RankLost|GroupClosed|ConnectionLost|Address|Collective|Deadline|ConnectionReset|BrokenPipe"
     rb"|Dist(Network|Store))Error\b|Broken pipe|Connection (was likely )?(closed|reset)|Did the remote server shutdown"
-    rb"|^KeyboardInterrupt\b"
+    rb"|^KeyboardInterrupt\b|Horovod has been shut down"
 )
 _OF_RANK = re.compile(rb"^paceline\.[\w.]+Error: .*?\branks? (\d+)")
 """Matches the first line of an error that names the rank that caused it. The pattern's group is that rank's number."""
