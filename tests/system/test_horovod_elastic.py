@@ -54,6 +54,22 @@ counts = {-round(weight, 3) for weight in model.weight.reshape(-1).tolist()}
 print("ends", incarnation, state.epoch, *counts, flush=True)
 """
 
+_FAIL = """
+import paceline.horovod as hvd
+
+hvd.init()
+
+@hvd.elastic.run
+def train(state):
+    print("begins", state.batch, flush=True)
+    for state.batch in range(state.batch, 20):
+        if state.batch == 6:
+            raise hvd.HorovodInternalError("mismatch")
+        state.commit()
+
+train(hvd.elastic.ObjectState(batch=0))
+"""
+
 
 @pytest.fixture
 def horovod(paceline: Commands, tmp_path: Path) -> Commands:
@@ -102,6 +118,14 @@ def test_a_rank_is_added(horovod: Commands) -> None:
     assert words(finished[0], "begins") == [[0, 0, 1], [0, 0, 2]]
     assert words(finished[0], "resets") == [[0, 2]]
     assert words(finished[1], "begins") == [[1, 1, 2]]
+
+
+def test_a_failure_that_returns_after_each_restart_ends_the_run(horovod: Commands, tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(_FAIL)
+    finished = horovod.run("run", "--strategy", "all-reduce", "--min-ranks", "1", "fail.py")
+    assert finished.status == 1, finished
+    assert words(finished, "begins") == [[0], *[[5]] * 6]
+    assert "HorovodInternalError: mismatch" in finished.err
 
 
 def test_too_few_ranks_end_the_run_after_the_timeout(horovod: Commands) -> None:

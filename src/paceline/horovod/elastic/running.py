@@ -17,7 +17,9 @@ from paceline.strategies import ELASTIC_ADVICE
 
 _log = logging.getLogger(__name__)
 _MOST_REPETITIONS: Final = 5
-"""How often the same ranks continue from the same commit after a failure."""
+"""How often the same ranks continue after a failure if they make no progress."""
+_REPEATED_COMMITS: Final = 1
+"""A loop over ``state.batch`` repeats its last commit after each failure. So one commit is no progress."""
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +36,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def call(state: State, *arguments: Any, **options: Any) -> Any:
-        group, num_failures, last_progress = elastic_group(), 0, None
+        group, num_failures = elastic_group(), 0
+        last: tuple[tuple[int, ...], int] = (), 0
         while True:
             members = () if group is None else group.members
             try:
@@ -47,9 +50,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     raise HorovodInternalError(
                         f"{error}. The training cannot continue with other ranks. {ELASTIC_ADVICE}"
                     ) from error
-                progress = members, state.num_commits
-                num_failures = num_failures + 1 if progress == last_progress else 0
-                last_progress = progress
+                is_repeated = members == last[0] and state.num_commits <= last[1] + _REPEATED_COMMITS
+                num_failures = num_failures + 1 if is_repeated else 0
+                last = members, state.num_commits
                 if num_failures > _MOST_REPETITIONS:
                     raise
                 state.restore()
