@@ -293,11 +293,13 @@ class Coordinator:
         self._has_ended |= not is_failure
         if is_failure and self._has_ended:
             return self._fail("a rank failed after another rank had ended the training")
-        if is_failure and self._num_living < self._min_ranks and not self._patience_s:
+        is_short = is_failure and self._num_living < self._min_ranks
+        if is_short and not self._patience_s:
             return self._fail_for_size(self._num_living)
         if is_failure and self.is_over:
             return self._fail("no rank is left that has the training's state")
-        instructions: list[QuorumInstruction] = [BreakQuorum(self.quorum)] if was_alive else []
+        # Without a member that left before its process failed, the other members may have started a quorum already.
+        instructions: list[QuorumInstruction] = [BreakQuorum(self.quorum)] if was_alive or is_short else []
         if self.is_over:
             return [*instructions, *self._dismiss()]
         return [*instructions, *self._decide()]

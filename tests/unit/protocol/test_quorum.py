@@ -95,6 +95,19 @@ def test_too_few_members_wait_for_newcomers() -> None:
     ]
 
 
+def test_too_few_members_also_wait_if_the_failed_process_had_left_before() -> None:
+    coordinator = Coordinator(range(2), min_ranks=2, max_ranks=2, report_timeout_s=10.0)
+    for member in range(2):
+        coordinator.joined(JoinRequest(member, 0, patience_s=30))
+    coordinator.left(LeaveNotice(1, 0))
+    assert started(coordinator.reported(report(0, 1, 0, epoch=0), 100.0)).members == (0,)
+    assert coordinator.ended(1, is_failure=True) == [BreakQuorum(2)]
+    assert coordinator.reported(report(0, 2, 0, epoch=0), 101.0) == []
+    assert coordinator.deadline_s == 131.0
+    coordinator.started(2)
+    assert started(coordinator.joined(JoinRequest(2, 0, patience_s=30))).members == (0, 2)
+
+
 def test_a_member_without_a_report_is_lost_while_the_others_wait() -> None:
     coordinator = Coordinator(range(3), min_ranks=2, max_ranks=3, report_timeout_s=10.0)
     for member in range(3):
