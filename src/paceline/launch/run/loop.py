@@ -172,7 +172,7 @@ class RunLoop:
                 self._failed_at = self._failed_at or time.monotonic()
                 self._failures.append(RankFailure(rank.rank, rank.status, rank.last_lines()))
             if self._elastic is not None:
-                if rank.status and self._elastic.failure() is None:  # not the consequence of a failed training
+                if rank.status > 0 and self._elastic.failure() is None:  # neither killed nor ended by a failed training
                     self._screen.write(rank.rank, self._tracebacks.release(rank.rank), is_error=True)
                 message = self._elastic.ended(rank)
                 if message is not None and signals.first is None:
