@@ -433,8 +433,8 @@ def train_long(
         try:
             while every_s and launcher.poll() is None and time.monotonic() < begun_s + duration_s:
                 time.sleep(every_s)
-                joined = [int(path.name.split()[1]) for path in folder.glob("* *")]
-                joined = [pid for pid in joined if is_running(pid)]
+                ranks = {child.pid for child in process.children(recursive=True)}  # the system reuses numbers
+                joined = [pid for path in folder.glob("* *") if (pid := int(path.name.split()[1])) in ranks]
                 if len(joined) > 1:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(random.choice(joined), signal.SIGKILL)
