@@ -151,10 +151,12 @@ class SchedulerCore:
     def check(self, peer: object, message: Any) -> None:
         if isinstance(message, Register) and self.sessions.has_joined(peer):
             raise ProtocolError(f"node {message.node!r} has registered twice on one connection")
-        if isinstance(message, Rejoin) and message.view.num_buckets not in (0, self._num_buckets):
-            raise ProtocolError(
-                f"a view with chains of {message.view.num_buckets} buckets: expected {self._num_buckets}"
-            )
+        if isinstance(message, Rejoin):
+            view, expected = message.view, self._num_buckets if message.view.is_ready else 0
+            if view.num_buckets != expected:
+                raise ProtocolError(
+                    f"a view of version {view.version} with chains of {view.num_buckets} buckets: expected {expected}"
+                )
 
     def receive(
         self, peer: object, message: Any, numbers: MessageNumbers, time_s: float, body: bytes = b""

@@ -138,11 +138,13 @@ def test_a_process_registers_once_on_a_connection() -> None:
         run.receive("w", Register(node="w", role=Role.WORKER), 5)
 
 
-def test_a_view_of_other_buckets_is_rejected() -> None:
+@pytest.mark.parametrize(("version", "buckets"), [(1, 0b1111), (1, 0), (0, 0xFF)])
+def test_a_view_without_chains_for_all_buckets_is_rejected(version: int, buckets: int) -> None:
     run = Run()
     member = Member("s", Role.SERVER, 0, 1, "s")
-    rejoin = Rejoin(member=member, settings=SETTINGS, view=View(groups=(chain_group((1,), None, 0b1111),)))
-    with pytest.raises(ProtocolError, match="4 buckets"):
+    groups = (chain_group((1,), None, buckets),) if buckets else ()
+    rejoin = Rejoin(member=member, settings=SETTINGS, view=View(version=version, groups=groups))
+    with pytest.raises(ProtocolError, match=f"version {version} with chains of {buckets.bit_count()} buckets"):
         run.receive("s", rejoin, 1)
 
 
