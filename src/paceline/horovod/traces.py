@@ -12,8 +12,10 @@ import msgspec
 
 from paceline.horovod.execution import TensorEntry
 from paceline.observe.timeline import TimelineEvent, TimelineWriter
+from paceline.transport import reader
 
 _log = logging.getLogger(__name__)
+_decode_events = reader(list[TimelineEvent], "the timeline of another rank")
 _MOST_PENDING: Final = 100_000
 """Events that a rank keeps until rank 0 receives them. Then the oldest are dropped."""
 
@@ -67,7 +69,7 @@ class RankTraces:
         try:
             for rank, (data, offset_ns) in enumerate(zip(events_of_ranks, self.offsets_ns, strict=True)):
                 if self._writer is not None:
-                    events = msgspec.msgpack.decode(data, type=list[TimelineEvent])
+                    events = _decode_events(data)
                     moved = [msgspec.structs.replace(event, start_ns=event.start_ns - offset_ns) for event in events]
                     self._writer.write(rank, moved)
         except OSError as error:
