@@ -4,14 +4,14 @@
 
 `steady`, on 2 and on 4 ranks: reduce 160 tensors of 4 KB per step. `raw` copies them into one tensor, reduces it with
 Paceline's group and copies them back. `named` requests each tensor, and `grouped` all tensors in one call. `requests`
-is the time of the calls that request the tensors of `named`. The rest of a step, minus `raw`, is the negotiation.
+is the part of `named` in which the calls request the tensors. `negotiation` is `named` minus `requests` minus `raw`.
 
 `step`, on 2 ranks: a training step of a ResNet-18 on images of 32 x 32 pixels, and of a perceptron of 25 million
 parameters, with `DistributedOptimizer`, with Paceline's strategy `AllReduce` (DDP), and with DDP on Gloo. The ratios
 are medians of pairs of steps.
 
-`many`, on 2 ranks: 10,000 tensors of 64 bytes that each rank requests in another order, in the first and in a later
-step, and the growth of the memory of rank 0 from step 1,000 to step 10,000 of a loop with 20 tensors.
+`many`, on 2 ranks: 10,000 tensors of 64 bytes, which each rank requests in a different order, in the first and in a
+later step. It also measures how much the memory of rank 0 grows from step 1,000 to step 10,000 with 20 tensors.
 
 Times are medians in milliseconds. Horovod itself does not build with current versions of PyTorch, so it is not
 measured.

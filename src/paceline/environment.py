@@ -28,12 +28,13 @@ _LAUNCHERS = {
     _HYDRA: ("PMI_RANK", "PMI_SIZE", _HYDRA, "MPI_LOCALNRANKS"),
     _SLURM: (_SLURM, "SLURM_NTASKS", "SLURM_LOCALID", ""),
 }  # fmt: skip
+_ELASTIC_TIMEOUT_S = 600
 _LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Values of environment variables; ``None`` for an unset or empty variable."""
+    """Values of environment variables; ``None`` or the default for an unset or empty variable."""
 
     role: str | None = None
     """``PACELINE_ROLE``: role of this process: ``scheduler``, ``server`` or ``worker``."""
@@ -106,13 +107,13 @@ class Environment:
     """``HOROVOD_GLOO_TIMEOUT_SECONDS``: timeout of each collective call of ``paceline.horovod``."""
     horovod_stall_warning_s: int | None = None
     """``HOROVOD_STALL_CHECK_TIME_SECONDS``: time after which ``paceline.horovod`` warns of missing ranks."""
-    horovod_stall_failure_s: int | None = None
+    horovod_stall_failure_s: int = 0
     """``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``: time after which operations with missing ranks fail; 0: never."""
     is_horovod_stall_check_disabled: bool = False
-    """``HOROVOD_STALL_CHECK_DISABLE``: whether to ignore missing ranks."""
+    """``HOROVOD_STALL_CHECK_DISABLE``: whether operations wait for missing ranks without a warning or an end."""
     horovod_start_timeout_s: int | None = None
     """``HOROVOD_START_TIMEOUT``: time limit until all ranks of ``paceline.horovod`` are connected."""
-    horovod_elastic_timeout_s: int | None = None
+    horovod_elastic_timeout_s: int = _ELASTIC_TIMEOUT_S
     """``HOROVOD_ELASTIC_TIMEOUT``: time limit until enough ranks of an elastic training are available."""
     has_horovod_group_fusion: bool = True
     """Not ``HOROVOD_DISABLE_GROUP_FUSION``: whether groups of tensors are fused with other tensors."""
@@ -212,10 +213,10 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         horovod_cache_capacity=_integer(found, "HOROVOD_CACHE_CAPACITY"),
         horovod_timeout_s=_integer(found, "HOROVOD_GLOO_TIMEOUT_SECONDS", 1),
         horovod_stall_warning_s=_integer(found, "HOROVOD_STALL_CHECK_TIME_SECONDS"),
-        horovod_stall_failure_s=_integer(found, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),
+        horovod_stall_failure_s=_integer(found, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0,
         is_horovod_stall_check_disabled=_boolean(found, "HOROVOD_STALL_CHECK_DISABLE"),
         horovod_start_timeout_s=_integer(found, "HOROVOD_START_TIMEOUT", 1),
-        horovod_elastic_timeout_s=_integer(found, "HOROVOD_ELASTIC_TIMEOUT", 1),
+        horovod_elastic_timeout_s=_integer(found, "HOROVOD_ELASTIC_TIMEOUT", 1) or _ELASTIC_TIMEOUT_S,
         has_horovod_group_fusion=not _boolean(found, "HOROVOD_DISABLE_GROUP_FUSION"),
         horovod_log_level=_log_level(found, "HOROVOD_LOG_LEVEL"),
         horovod_timeline=found.get("HOROVOD_TIMELINE") or None,

@@ -18,7 +18,7 @@ def clock_offsets(group: Group, clock_ns: Callable[[], int] = time.monotonic_ns)
     """Return each rank's clock minus the clock of rank 0, in nanoseconds.
 
     All ranks must call this function. On ranks other than rank 0, the list is empty. Rank 0 exchanges a few messages
-    with each rank, and uses the fastest exchange: the error is at most half of the time of the exchange.
+    with each rank, and uses the fastest exchange. The error is at most half the time of this exchange.
     """
     value = np.zeros(1, np.int64)
     if group.rank:

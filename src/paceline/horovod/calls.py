@@ -1,10 +1,11 @@
-"""Requests of operations, and the handles of these requests."""
+"""Request operations, and keep their handles until :func:`synchronize`."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,31 +32,25 @@ class Splits(NamedTuple):
     """A tensor of the dtype and the device of the received splits."""
 
 
+@dataclass(slots=True)
 class HorovodCall:
-    """A call whose handle the user has: its entries and the form of its result."""
+    """An operation that has a handle: its entries and the form of its result."""
 
-    __slots__ = ("are_arrays", "engine", "entries", "is_list", "splits")
-
-    def __init__(
-        self,
-        engine: HorovodEngine,
-        entries: Sequence[TensorEntry],
-        are_arrays: Sequence[bool],
-        *,
-        is_list: bool,
-        splits: Splits | None,
-    ) -> None:
-        """`splits` is None for operations other than all-to-all."""
-        self.engine, self.entries, self.are_arrays, self.is_list = engine, entries, are_arrays, is_list
-        self.splits = splits
+    engine: HorovodEngine
+    entries: Sequence[TensorEntry]
+    are_arrays: Sequence[bool]
+    """Whether the result of each entry is a NumPy array."""
+    is_list: bool
+    splits: Splits | None
+    """None for operations other than all-to-all."""
 
     def result(self) -> Any:
         results: list[Any] = []
         for entry, is_array in zip(self.entries, self.are_arrays, strict=True):
             output: Any = entry.output.numpy() if is_array and entry.output is not None else entry.output
-            results.append(
-                output if self.splits is None else (output, self.splits.like.new_tensor(entry.received_splits))
-            )
+            if self.splits is not None:
+                output = output, self.splits.like.new_tensor(entry.received_splits)
+            results.append(output)
         return results if self.is_list else results[0]
 
 
@@ -79,8 +74,8 @@ def request(
 ) -> int:
     """Submit one request per tensor, and return the handle.
 
-    With `in_place` True, the results are written into the tensors, and with False into new tensors of the same shapes.
-    With None, the shapes of the results depend on the other ranks.
+    With `in_place`, the operation writes its results into the tensors. If `in_place` is False, it writes them into new
+    tensors of the same shapes. None means that the shapes of the results depend on the other ranks.
     """
     context = current()
     number = process_set.process_set_id
@@ -99,7 +94,7 @@ def request(
         tensor = as_tensor(value, is_target=bool(in_place))
         if tensor.dtype == torch.bool and reduction == AVERAGE:
             raise UsageError("booleans have no average. Pass op=Max (any rank), op=Min (all ranks), or tensor.float()")
-        one = TensorRequest(
+        tensor_request = TensorRequest(
             f"{name}.{place + 1}of{len(tensors)}" if is_grouped else name,
             operation,
             _name_of_dtype(tensor),
@@ -116,17 +111,17 @@ def request(
         output = tensor if in_place else None
         if in_place is False:
             output = torch.empty_like(tensor, requires_grad=False, memory_format=torch.contiguous_format)
-        entries.append(TensorEntry(one, tensor, output, () if splits is None else splits.rows))
+        entries.append(TensorEntry(tensor_request, tensor, output, () if splits is None else splits.rows))
     if entries:
         context.engine.submit(entries)
     handle = next(_handles)
     are_arrays = [not isinstance(value, Tensor) for value in tensors]
-    _calls[handle] = HorovodCall(context.engine, entries, are_arrays, is_list=is_grouped, splits=splits)
+    _calls[handle] = HorovodCall(context.engine, entries, are_arrays, is_grouped, splits)
     return handle
 
 
 def as_tensor(value: Any, *, is_target: bool = False) -> Tensor:
-    """Return the tensor, or a tensor with the memory of a NumPy array. `is_target`: a result is written into it."""
+    """Return a tensor with the memory of `value`. `is_target` means that the operation writes its result into it."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, np.ndarray):
@@ -148,19 +143,19 @@ def _name_of_dtype(tensor: Tensor) -> str:
     return dtype
 
 
-def forget_calls() -> None:
-    """Drop all handles. Handles of failed calls that no caller synchronizes would keep their tensors."""
+def drop_handles() -> None:
+    """Make all handles unknown. Otherwise, the handles of failed operations would keep their tensors in memory."""
     _calls.clear()
 
 
 def poll(handle: int) -> bool:
-    """Return whether an operation is done, so that :func:`synchronize` does not wait."""
+    """Return whether an operation is done: :func:`synchronize` would not wait."""
     call = _calls.get(handle)
     return call is None or all(entry.is_done for entry in call.entries)
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an operation, and return its result. Return None for an unknown or synchronized handle.
+    """Wait for an operation, and return its result. Return None if the handle is unknown or was synchronized before.
 
     Raises HorovodInternalError if the operation failed.
     """

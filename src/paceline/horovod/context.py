@@ -1,4 +1,4 @@
-"""Start and end Horovod on this rank, and return the numbers of this rank."""
+"""Start and end Horovod on this rank. Return its rank numbers, and change process sets and the timeline."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from paceline.horovod.process_sets import ProcessSet, global_process_set, regist
 from paceline.horovod.stalls import StallInspector
 from paceline.horovod.traces import RankTraces
 from paceline.observe.timeline import TimelineWriter
+from paceline.protocol.negotiation.negotiator import Negotiator
 from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET
 
 _log = logging.getLogger(__name__)
 _FUSION_THRESHOLD_BYTES: Final = 128 << 20
 _CACHE_CAPACITY: Final = 1024
 _STALL_WARNING_S: Final = 60
-_log = logging.getLogger(__name__)
 
 
 class Context:
-    """The engine of this rank and the places of all ranks, between :func:`init` and :func:`shutdown`."""
+    """The engine and the rank numbers of this rank, between :func:`init` and :func:`shutdown`."""
 
     def __init__(self, group: Group, engine: HorovodEngine, local_rank: int | None) -> None:
-        """`local_rank` is the launcher's number of this rank on its machine, if it is known."""
+        """`local_rank` is the number that the launcher gave this rank on its machine; None if it is unknown."""
         self.group, self.engine = group, engine
         sizes, own_host = Counter(group.hosts), group.hosts[group.rank]
         self.local_size = sizes[own_host]
-        number = group.hosts[: group.rank].count(own_host)
-        self.local_rank = number if local_rank is None else local_rank
-        across = [host for host, count in sizes.items() if count > number]
-        self.cross_rank, self.cross_size = across.index(own_host), len(across)
+        place = group.hosts[: group.rank].count(own_host)
+        self.local_rank = place if local_rank is None else local_rank
+        hosts_with_place = [host for host, size in sizes.items() if size > place]
+        self.cross_rank, self.cross_size = hosts_with_place.index(own_host), len(hosts_with_place)
         self.is_homogeneous = len(set(sizes.values())) == 1
         self.process_sets: list[ProcessSet] = []
         self.num_unnamed: dict[int, int] = {}
@@ -56,10 +56,11 @@ def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] |
     """Connect this rank to the other ranks. All ranks must call this function. If Horovod is initialized, do nothing.
 
     The ranks and the address come from the launcher: ``paceline run``, torchrun, horovodrun, mpirun or Slurm. Without
-    a launcher, this process is the only rank. `comm` is a list of ranks, if only these ranks take part. With
-    ``paceline run --min-ranks``, the ranks are those that are present now, and a new process waits until the other
-    ranks call this function again.
-    `process_sets` are added at the start; ``"dynamic"`` has no effect, because sets can always be added later.
+    a launcher, this process is the only rank. If only some ranks take part, `comm` is the list of their numbers. With
+    ``paceline run --min-ranks``, the present ranks take part. A new process waits until the other ranks call this
+    function again.
+
+    `process_sets` are added at the start. ``"dynamic"`` has no effect, because process sets can always be added later.
 
     Raises UsageError for invalid arguments and variables, DeadlineError and RankLostError if ranks are missing.
     """
@@ -80,13 +81,14 @@ def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] |
     atexit.unregister(_shut_down_at_exit)
     atexit.register(_shut_down_at_exit)  # so that it runs before the functions that meet() has registered
     threshold, capacity = variables.horovod_fusion_threshold, variables.horovod_cache_capacity
-    engine = HorovodEngine(
-        group,
-        fusion_threshold_bytes=_FUSION_THRESHOLD_BYTES if threshold is None else threshold,
+    negotiator = Negotiator(
+        group.rank,
+        group.size,
         cache_capacity=_CACHE_CAPACITY if capacity is None else capacity,
-        stalls=_stall_inspector(variables),
+        fusion_threshold_bytes=_FUSION_THRESHOLD_BYTES if threshold is None else threshold,
         fuses_groups=variables.has_horovod_group_fusion,
     )
+    engine = HorovodEngine(group, negotiator, _stall_inspector(variables))
     _context = Context(group, engine, variables.local_rank if comm is None else None)
     register_global_set(group.size, group.rank)
     engine.start()
@@ -107,14 +109,14 @@ def _set_log_level(level: str | None) -> None:
 
 
 def _stall_inspector(variables: Environment) -> StallInspector | None:
-    warning_s, failure_s = variables.horovod_stall_warning_s, variables.horovod_stall_failure_s or 0
     if variables.is_horovod_stall_check_disabled:
         return None
+    warning_s, failure_s = variables.horovod_stall_warning_s, variables.horovod_stall_failure_s
     warning_s = _STALL_WARNING_S if warning_s is None else warning_s
     if 0 < failure_s < warning_s:
         _log.warning(
-            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%d is ignored, because it is below the time of the warning, "
-            "%d s. Increase it, or decrease HOROVOD_STALL_CHECK_TIME_SECONDS.",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%d is ignored, because warnings start later, after %d s. Increase it, "
+            "or decrease HOROVOD_STALL_CHECK_TIME_SECONDS",
             failure_s,
             warning_s,
         )
@@ -142,21 +144,21 @@ def _shut_down_at_exit() -> None:
 def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     """Write the phases of all operations of all ranks into a file, as a Chrome trace, until :func:`stop_timeline`.
 
-    The call on rank 0 starts the timeline of all ranks. Calls on other ranks do nothing. All times are those of the
-    clock of rank 0. With `mark_cycles`, the file also has the start of each round of the negotiation. The file is valid
-    JSON at any time, and is at most about a second behind. Raises OSError if the file cannot be created.
+    The call on rank 0 starts the timeline of all ranks. Calls on other ranks do nothing. The clock of rank 0 gives all
+    times. With `mark_cycles`, the file also has the start of each round of the negotiation. The file is valid JSON
+    after each write. Rank 0 writes about once a second. Raises OSError if the file cannot be created.
     """
-    engine = current().engine
-    if engine.is_coordinator:
-        engine.set_timeline(None)
-        engine.set_timeline(RankTraces(TimelineWriter(file_path)), has_rounds=mark_cycles)
+    context = current()
+    if context.group.rank == 0:
+        context.engine.set_timeline(None)
+        context.engine.set_timeline(RankTraces(TimelineWriter(file_path)), has_rounds=mark_cycles)
 
 
 def stop_timeline() -> None:
     """Write the last events of all ranks, and close the file of :func:`start_timeline`. On other ranks, do nothing."""
-    engine = current().engine
-    if engine.is_coordinator:
-        engine.set_timeline(None)
+    context = current()
+    if context.group.rank == 0:
+        context.engine.set_timeline(None)
 
 
 def current() -> Context:
@@ -167,12 +169,12 @@ def current() -> Context:
 
 
 def is_initialized() -> bool:
-    """Return whether :func:`init` was called, and :func:`shutdown` was not called since."""
+    """Return whether Horovod runs on this rank: between :func:`init` and :func:`shutdown`."""
     return _context is not None
 
 
 def can_change_size() -> bool:
-    """Return whether the number of ranks may change, or ``HOROVOD_ELASTIC=1`` requests the same behaviour."""
+    """Return whether the number of ranks may change. With ``HOROVOD_ELASTIC=1``, return True."""
     return elastic_group() is not None or environment().is_horovod_elastic
 
 

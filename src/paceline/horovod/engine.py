@@ -1,7 +1,8 @@
-"""The background thread of a rank: negotiate with the other ranks, and run the operations that are ready."""
+"""The background thread of a rank, which negotiates with the other ranks and runs the agreed operations."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -53,31 +54,16 @@ _SHUT_DOWN: Final = (
 class HorovodEngine:
     """Runs the requests of one rank. All methods are thread-safe."""
 
-    def __init__(
-        self,
-        group: Group,
-        *,
-        cache_capacity: int,
-        fusion_threshold_bytes: int,
-        stalls: StallInspector | None,
-        fuses_groups: bool = True,
-    ) -> None:
-        self._group = group
-        self._negotiator = Negotiator(
-            group.rank,
-            group.size,
-            cache_capacity=cache_capacity,
-            fusion_threshold_bytes=fusion_threshold_bytes,
-            fuses_groups=fuses_groups,
-        )
-        self._executor = TensorExecutor(self._negotiator.process_sets)
-        self._executor.groups[GLOBAL_SET] = group
+    def __init__(self, group: Group, negotiator: Negotiator, stalls: StallInspector | None) -> None:
+        """Without `stalls`, operations wait for missing ranks forever, and without a warning."""
+        self._group, self._negotiator = group, negotiator
+        self._executor = TensorExecutor(group)
         self._wakeups = Wakeups(group)
         self._stalls = stalls
         self._lock = threading.Lock()
         """Protects the negotiator, the entries and the state of the thread."""
         self._changed = threading.Condition(threading.Lock())
-        """Notified when an entry is done, when all ranks have joined, and at the end of the thread."""
+        """Notified after entries are done, a join or timeline starts or ends, and at the end of the thread."""
         self._entries: dict[Key, TensorEntry] = {}
         self._round = 0
         self._is_waiting = False
@@ -86,20 +72,16 @@ class HorovodEngine:
         self._last_joined: int | None = None
         self._failure = ""
         self._lines: list[str] = []
-        """On rank 0, the lines that the main threads of all ranks execute, if they were reported in this round."""
+        """On rank 0, the line that each rank's main thread executes. Empty in rounds without reports."""
         self._stall = ""
         """On rank 0, the error that the next decision sends to all ranks."""
         self._recorder: PhaseRecorder | None = None
         self._timeline = NO_TIMELINE
-        """The state of the timeline on all ranks, and on rank 0 the state that its next decision sends."""
+        """On rank 0, the state of the timeline that the next decision sends to all ranks."""
         self._traces: RankTraces | None = None
         self._traced_s = 0.0
-        """The time at which rank 0 wrote the last events."""
+        """The time at which this rank last sent its events to rank 0."""
         self._thread = threading.Thread(target=self._serve, name="paceline-horovod", daemon=True)
-
-    @property
-    def is_coordinator(self) -> bool:
-        return self._group.rank == 0
 
     def start(self) -> None:
         self._thread.start()
@@ -179,7 +161,8 @@ class HorovodEngine:
         """The caller must hold the lock."""
         if self._is_waiting:
             self._is_waiting = False
-            self._wakeups.wake_own_thread()
+            with contextlib.suppress(CollectiveError):  # the thread gets the error too, and fails all entries
+                self._wakeups.wake_own_thread()
 
     def _serve(self) -> None:
         failure = _SHUT_DOWN
@@ -195,7 +178,7 @@ class HorovodEngine:
             failure = f"a collective operation failed, and Horovod ends on this rank: {first_line(error)}"
             for number, group in self._executor.groups.items():
                 if number != self._running_set or not isinstance(error, CollectiveError):
-                    group.abort()  # a group whose own operation failed has notified its ranks
+                    group.abort()  # the group of the failed operation has notified its ranks already
         if self._traces is not None:
             self._traces.close()
         with self._lock:
@@ -207,7 +190,7 @@ class HorovodEngine:
         is_started = False
         while not is_started:
             with self._lock:
-                if self._negotiator.has_news:
+                if self._negotiator.needs_round:
                     return
                 self._is_waiting = True
                 timeout = _CHECK if self._negotiator.has_pending or self._recorder is not None else _IDLE
@@ -239,7 +222,7 @@ class HorovodEngine:
                 instructions = self._negotiator.decided(decision)
             self._carry_out(instructions)
             self._send_events()
-        if self.is_coordinator:
+        if self._group.rank == 0:
             if self._stalls is not None:
                 self._inspect_stalls(self._stalls)
             if self._recorder is not None and time.monotonic() - self._traced_s >= _CHECK.total_seconds():

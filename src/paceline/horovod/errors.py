@@ -1,4 +1,4 @@
-"""The exceptions that Horovod's users expect of collective operations and of elastic training."""
+"""Horovod's exceptions for collective operations and for elastic training."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  (Horovod's name)
     """New ranks wait to join an elastic training. :func:`paceline.horovod.elastic.run` handles this exception."""
 
     def __init__(self, skip_sync: bool = False) -> None:
-        """`skip_sync` means that the ranks' states are equal already. Paceline does not raise it with True."""
+        """In Horovod, `skip_sync` means that no rank needs a state. In Paceline, it is always False."""
         super().__init__()
         self.skip_sync = skip_sync

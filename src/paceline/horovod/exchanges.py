@@ -92,14 +92,14 @@ def broadcast_(
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the tensor of rank `root_rank`, which is a global rank. The tensors of all ranks have one shape."""
+    """Return the tensor of the global rank `root_rank`. The tensors of all ranks must have the same shape."""
     if not isinstance(tensor, Tensor):
         return synchronize(broadcast_async(tensor, root_rank, name, process_set))
     return _BroadcastFunction.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
 
 
 class _BroadcastFunction(torch.autograd.Function):
-    """The broadcast. The root's gradient is the average over all ranks, as in Horovod; others' gradients are zero."""
+    """The broadcast. As in Horovod, the root's gradient is the average over all ranks, and the others are 0."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
@@ -115,11 +115,10 @@ class _BroadcastFunction(torch.autograd.Function):
 def alltoall_async(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an all-to-all, and return its handle, whose result is the tensor and the received splits."""
+    """Start an all-to-all, and return its handle. The result is the received rows and splits."""
     current()
     size = len(process_set.ranks)
     shape = tuple(getattr(tensor, "shape", ()))
-    rows: list[int] = []
     if splits is None:
         if shape and shape[0] % size:
             raise UsageError(f"got {shape[0]} rows, which {size} ranks cannot divide equally; pass splits")
@@ -143,8 +142,8 @@ def alltoall(
 ) -> Any:
     """Send rows of `tensor` to each rank, and return the received rows in the order of ranks.
 
-    `splits` has the number of rows for each rank; by default all parts are equal. With `splits`, return the received
-    rows and the number of rows from each rank.
+    `splits` is the number of rows for each rank. Without it, all ranks get equally many rows. With it, return a pair:
+    the received rows, and the number of rows from each rank.
     """
     if isinstance(tensor, Tensor):
         output, received = _AllToAllFunction.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
@@ -175,13 +174,12 @@ def _average(tensor: Tensor, process_set: ProcessSet) -> Any:
 def join(device: int = -1) -> int:
     """Take part in the operations of the other ranks until all ranks have joined. Return the rank that joined last.
 
-    Call it when this rank has no more data. Until then it contributes zeros to sums and averages, the neutral value to
-    other reductions, and no rows to all-gathers and all-to-alls. `device` is accepted for compatibility; contributions
-    are created where the operation needs them.
+    Call it when this rank has no more data. While it waits, this rank contributes zeros to sums and averages, the
+    neutral value to other reductions, and no rows to all-gathers and all-to-alls. `device` has no effect.
     """
     context = current()
     last = context.engine.join()
-    context.num_unnamed.clear()  # the ranks have made different numbers of calls
+    context.num_unnamed.clear()  # the ranks have requested different numbers of operations
     return last
 
 

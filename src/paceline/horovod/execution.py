@@ -1,9 +1,9 @@
-"""Run negotiated operations on tensors with Paceline's collectives. All ranks of a process set run the same ones."""
+"""Run agreed operations on tensors with Paceline's collectives. All ranks run them in the same order."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +17,7 @@ from paceline.protocol.negotiation.requests import (
     ALLREDUCE,
     ALLTOALL,
     BROADCAST,
+    GLOBAL_SET,
     REDUCESCATTER,
     TensorRequest,
 )
@@ -27,7 +28,7 @@ _MOST_FUSED: Final = 16
 
 
 class TensorEntry:
-    """A request of this rank with its tensors, until the operation is done."""
+    """A request of this rank with its tensors and its result."""
 
     __slots__ = (
         "error", "is_done", "output", "received_splits", "request", "requested_ns", "splits", "stream", "tensor",
@@ -56,7 +57,7 @@ class TensorEntry:
         assert self.tensor is not None
         if self.stream is None:
             return self.tensor
-        with torch.cuda.stream(self.stream):  # after the kernels that compute the tensor
+        with torch.cuda.stream(self.stream):  # runs after the kernels that compute the tensor
             return self.tensor.cpu()
 
     def finish(self, result: Tensor) -> None:
@@ -75,24 +76,25 @@ class TensorEntry:
 
 
 class TensorExecutor:
-    """Runs operations one after another, in a thread without gradients."""
+    """Runs operations one after another. The calling thread must not record gradients."""
 
-    def __init__(self, process_sets: Mapping[int, tuple[int, ...]]) -> None:
-        self.groups: dict[int, Group] = {}
+    def __init__(self, group: Group) -> None:
+        """`group` has all ranks."""
+        self.groups = {GLOBAL_SET: group}
         """The groups of the process sets that this rank belongs to."""
-        self._process_sets = process_sets
         self._phases: list[tuple[str, int]] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        """The memory of all fused tensors, which are reduced one after another."""
+        """The memory of every fused tensor. Only one of them is in use at a time."""
         self._fused: dict[int, tuple[Sequence[TensorRequest], Tensor, list[Tensor]]] = {}
         """The fused tensor and its parts, by the identity of the requests."""
 
     def run(
         self, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]
     ) -> Sequence[tuple[str, int]]:
-        """Run one operation. A rank without an entry has joined: it contributes nothing to the result.
+        """Run one operation, and return the name and the end of each of its phases, for the timeline.
 
-        Return the phases of the operation, with Horovod's names, and their ends in nanoseconds.
+        A rank without an entry has joined, and contributes nothing to the result. The ends are in nanoseconds of the
+        monotonic clock.
         """
         request, entry = requests[0], entries[0]
         self._phases = []
@@ -103,7 +105,7 @@ class TensorExecutor:
         elif request.operation == BROADCAST:
             self._broadcast(group, request, entry)
         elif request.operation in (ALLREDUCE, ALLGATHER, ALLTOALL, REDUCESCATTER):
-            source = _neutral(request) if entry is None else entry.source()
+            source = _neutral_tensor(request) if entry is None else entry.source()
             if request.operation == ALLREDUCE:
                 result = adasum(group, source)
             elif request.operation == ALLGATHER:
@@ -111,8 +113,8 @@ class TensorExecutor:
             elif request.operation == ALLTOALL:
                 result = _all_to_all(group, source, entry)
             else:
-                rows = _rows_of_ranks(request.shape[0], group.size)
-                result = _reduced(group, source, request, rows)
+                rows = _divide_rows(request.shape[0], group.size)
+                result = _reduce(group, source, request, rows)
             if entry is not None:
                 entry.finish(result)
         else:
@@ -129,26 +131,26 @@ class TensorExecutor:
     ) -> None:
         if len(requests) == 1:
             (entry,) = entries
-            source = _neutral(requests[0]) if entry is None else entry.source()
+            source = _neutral_tensor(requests[0]) if entry is None else entry.source()
             out = entry.output if entry is not None and entry.stream is None else None
-            result = _reduced(group, source, requests[0], out=out)
+            result = _reduce(group, source, requests[0], out=out)
             if entry is not None:
                 entry.finish(result)
             return
         own = [entry for entry in entries if entry is not None]
-        is_simple = requests[0].device == "cpu" and len(own) == len(entries)
+        is_on_host = requests[0].device == "cpu" and len(own) == len(entries)
         sources: Any = [entry.tensor for entry in own]
-        if not is_simple:
+        if not is_on_host:
             pairs = zip(requests, entries, strict=True)
-            sources = [_neutral(request) if entry is None else entry.source() for request, entry in pairs]
+            sources = [_neutral_tensor(request) if entry is None else entry.source() for request, entry in pairs]
         fused, parts = self._fusion_buffer(requests)
         torch._foreach_copy_(parts, sources)
         self._end_phase("MEMCPY_IN_FUSION_BUFFER")
-        result = _reduced(group, fused, requests[0], out=fused)
+        result = _reduce(group, fused, requests[0], out=fused)
         if result.data_ptr() != fused.data_ptr():
             fused.copy_(result)
         self._end_phase("PACELINE_ALLREDUCE")
-        if is_simple:
+        if is_on_host:
             outputs: Any = [entry.output for entry in own]
             torch._foreach_copy_(outputs, parts)
             return
@@ -157,7 +159,7 @@ class TensorExecutor:
                 entry.finish(part)
 
     def _fusion_buffer(self, requests: Sequence[TensorRequest]) -> tuple[Tensor, list[Tensor]]:
-        """Return a tensor for all tensors of an all-reduce, and its parts. In the steady state it creates no tensor."""
+        """Return a tensor for all tensors of an all-reduce, and its parts. Equal calls reuse them."""
         known = self._fused.get(id(requests))
         if known is not None and known[0] is requests:
             return known[1:]
@@ -173,9 +175,9 @@ class TensorExecutor:
         return fused, parts
 
     def _broadcast(self, group: Group, request: TensorRequest, entry: TensorEntry | None) -> None:
-        root = self._process_sets[request.process_set].index(request.root)
+        root = group.ranks.index(self.groups[GLOBAL_SET].ranks[request.root])
         if entry is None:
-            group.broadcast(_neutral(request), root=root)
+            group.broadcast(_neutral_tensor(request), root=root)
             return
         assert entry.tensor is not None
         assert entry.output is not None
@@ -189,25 +191,25 @@ class TensorExecutor:
             entry.finish(group.broadcast(target, root=root))
 
 
-def _reduced(
+def _reduce(
     group: Group, source: Tensor, request: TensorRequest, rows: Sequence[int] | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return the scaled reduction of a tensor over all ranks. With `rows`, return this rank's rows of it."""
+    """Return the scaled reduction of a tensor over all ranks. With `rows`, return only this rank's rows."""
     is_average = request.reduction == AVERAGE
     is_mean = is_average and source.is_floating_point()
     name = "mean" if is_mean else "sum" if is_average else request.reduction
-    scaled = _scaled(source, request.prescale)
+    scaled = _scale(source, request.prescale)
     if rows is not None:
         result: Tensor = group.reduce_scatter(scaled, name, sizes=rows)
     else:
         result = group.all_reduce(scaled, name, out=scaled if scaled is not source else out)
     if is_average and not is_mean:
         result = result.div_(group.size, rounding_mode="trunc")
-    return _scaled(result, request.postscale)
+    return _scale(result, request.postscale)
 
 
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """Return `tensor * factor`. Integers are multiplied as float64, half precision as float32, as in Horovod."""
+def _scale(tensor: Tensor, factor: float) -> Tensor:
+    """Return `tensor * factor`. As in Horovod, compute integers in float64 and half precision in float32."""
     if factor == 1.0:
         return tensor
     if not tensor.is_floating_point():
@@ -216,7 +218,7 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     return (wide * factor).to(tensor.dtype)
 
 
-def _rows_of_ranks(num_rows: int, size: int) -> list[int]:
+def _divide_rows(num_rows: int, size: int) -> list[int]:
     return [num_rows // size + (rank < num_rows % size) for rank in range(size)]
 
 
@@ -229,8 +231,8 @@ def _all_to_all(group: Group, source: Tensor, entry: TensorEntry | None) -> Tens
     return result
 
 
-def _neutral(request: TensorRequest) -> Tensor:
-    """Return the tensor of a joined rank: no rows, or values that do not change the result of a reduction."""
+def _neutral_tensor(request: TensorRequest) -> Tensor:
+    """Return the tensor of a joined rank: without rows, or with values that do not change the reduction."""
     dtype: torch.dtype = getattr(torch, request.dtype)
     if request.operation in (ALLGATHER, ALLTOALL):
         return torch.zeros((0, *request.shape), dtype=dtype)

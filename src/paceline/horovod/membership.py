@@ -1,11 +1,10 @@
-"""Connect the ranks of the program: once, or again after each change of the ranks of an elastic training."""
+"""Connect the ranks of the program. In an elastic training, connect them again after each change of the ranks."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
 
 from paceline import collectives
 from paceline.collectives import Group
@@ -14,8 +13,6 @@ from paceline.collectives.start import load_kernels
 from paceline.environment import environment
 from paceline.errors import GroupClosedError, UsageError
 from paceline.strategies import is_elastic
-
-_ELASTIC_TIMEOUT_S: Final = 600
 
 all_ranks: Group | None = None
 """The group of all ranks of the program, which remains after ``shutdown`` for the next ``init``."""
@@ -29,10 +26,10 @@ def elastic_group() -> ElasticGroup | None:
 
 
 def meet(comm: Sequence[int] | None, start_timeout: timedelta, timeout: timedelta) -> Group:
-    """Return a new group of all ranks that are present, or of the ranks in `comm`. All ranks call this function.
+    """Return a new group of all present ranks, or of the ranks in `comm`. All ranks must call this function.
 
-    `timeout` limits the calls of the group, and `start_timeout` the first connection of ranks whose number is fixed. In
-    an elastic training the function admits new ranks. A new rank waits in this function until the other ranks call it.
+    `timeout` limits each call of the group. If the number of ranks is fixed, `start_timeout` limits the first
+    connection. In an elastic training, a new rank waits here until the other ranks call this function again.
     """
     global all_ranks
     if is_elastic(environment()):
@@ -58,9 +55,8 @@ def _meet_elastic(timeout: timedelta) -> Group:
     if place.is_newcomer:
         load_kernels()
     elastic = place.connect(timeout, None)
-    patience_s = environment().horovod_elastic_timeout_s
     try:
-        elastic.enter(patience=timedelta(seconds=_ELASTIC_TIMEOUT_S if patience_s is None else patience_s))
+        elastic.enter(patience=timedelta(seconds=environment().horovod_elastic_timeout_s))
     except GroupClosedError:
         print("paceline: the training ended before this rank could take part", file=sys.stderr, flush=True)
         sys.exit(0)

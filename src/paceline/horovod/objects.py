@@ -1,4 +1,4 @@
-"""Send parameters, states of optimizers and Python objects. Nothing is pickled."""
+"""Send parameters, states of optimizers and Python objects, without pickle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.rpc.wire.codec import Decoding, Encoding
 from paceline.transport import PADS
 
 _FAILED: Final = -1
-"""The size that a rank sends if it cannot encode its object, so that no rank waits for it."""
+"""The size that a rank sends if it cannot encode its object. Then all ranks raise an error."""
 
 
 def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Any], root_rank: int) -> None:
@@ -47,8 +47,8 @@ def check_optimizer(optimizer: Any) -> None:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Copy the state and the options of the optimizer of rank `root_rank` to all ranks.
 
-    As in Horovod, parameters without a gradient get zeros as their gradients. `model` is accepted for compatibility. It
-    is not needed, because the optimizers take no step.
+    As in Horovod, parameters without a gradient get zeros as their gradients. `model` has no effect: Horovod needs it
+    for a step of the optimizer, which Paceline does not take.
     """
     check_optimizer(optimizer)
     is_root = current().group.rank == root_rank
@@ -64,7 +64,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the object of rank `root_rank`: numbers, text, containers, arrays, tensors and dataclasses in these.
+    """Return the object of rank `root_rank`. It may contain numbers, text, containers, arrays, tensors and dataclasses.
 
     Tensors on other devices arrive on the CPU. Raises UsageError for objects of other types, on all ranks.
     """

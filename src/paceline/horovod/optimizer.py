@@ -1,4 +1,4 @@
-"""Optimizers that average the gradients of all ranks during the backward pass."""
+"""Optimizers that reduce the gradients of all ranks during the backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paceline.horovod.reductions import (
 )
 
 _Unit: TypeAlias = tuple[Tensor, ...]
-"""Parameters whose gradients are reduced by one call: one parameter, or a group."""
+"""Parameters whose gradients one operation reduces: one parameter, or a group."""
 _TOO_MANY: Final = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally."
@@ -46,7 +46,7 @@ _NO_SKIP: Final = (
 
 
 class GradientReduction:
-    """Reduces the gradients of an optimizer's parameters over all ranks, each as soon as it is complete."""
+    """Reduces each gradient over all ranks, as soon as the backward pass has computed it."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class GradientReduction:
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        """`names` has all parameters. The gradients of a group are reduced by one call."""
+        """`names` has all parameters. One operation reduces the gradients of a group."""
         self._names, self._compression, self.passes, self._op = names, compression, passes, op
         self._scales = (1.0 / predivide_factor, predivide_factor) if op == Average else (1.0, 1.0)
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
@@ -88,13 +88,13 @@ class GradientReduction:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the backward passes and calls since the last synchronization."""
+        """Ignore the backward passes and the gradients in flight since the last synchronization."""
         self._sent.clear()
         self._has_gradients = False
         self._passes_left = dict.fromkeys(self._names, self.passes)
 
     def gradient_added(self, parameter: Tensor) -> None:
-        """Count a backward pass of a parameter, and send the gradient of its unit after the last pass."""
+        """Count a backward pass of a parameter. After the last pass of its unit, start to reduce the gradients."""
         if self._passes_left[parameter] <= 0:
             raise AssertionError(_TOO_MANY)
         self._has_gradients = True
@@ -150,7 +150,7 @@ class GradientReduction:
         return store
 
     def synchronize(self) -> None:
-        """Send the gradients that were not sent yet, and wait until all gradients are reduced.
+        """Send the remaining gradients, and wait until all gradients are reduced.
 
         A parameter without a gradient sends zeros, because it may have a gradient on other ranks.
         """
@@ -166,12 +166,12 @@ class GradientReduction:
 
 def _report_gradient(reduction: weakref.ref[GradientReduction], parameter: Tensor) -> None:
     alive = reduction()
-    if alive is not None:  # the hook remains after the optimizer
+    if alive is not None:  # the parameters keep the hook after the end of the optimizer
         alive.gradient_added(parameter)
 
 
 class _AveragingOptimizer(torch.optim.Optimizer):
-    """Methods of a distributed optimizer. Its other base class is the user's optimizer."""
+    """Base class beside the class of the user's optimizer. It reduces the gradients before each step."""
 
     _reduction: GradientReduction
     _parameter_names: dict[Tensor, str]
@@ -194,7 +194,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step`` use the gradients as they are, after a call of ``synchronize``."""
+        """In this block, ``step`` does not reduce the gradients again, because ``synchronize`` has reduced them."""
         self._skips = True
         try:
             yield
@@ -217,21 +217,21 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         super().zero_grad(*arguments, **options)
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> None:
-        """Load a state, and forget the gradients in flight."""
+        """Load a state, and ignore the gradients in flight."""
         self._reduction.reset()
         self._is_synchronized = self._skips = False
         super().load_state_dict(*arguments, **options)
 
 
 class _AdasumOptimizer(torch.optim.Optimizer):
-    """Methods of an optimizer that combines the ranks' updates, not their gradients, by Adasum."""
+    """Base class beside the class of the user's optimizer. Adasum combines the ranks' updates, not their gradients."""
 
     _parameter_names: dict[Tensor, str]
     _compression: Compressor
     backward_passes_per_step: int
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accept a number of backward passes. Gradients are accumulated until ``step`` for any number."""
+        """Set the attribute only: the gradients of any number of backward passes are added until ``step``."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
@@ -270,14 +270,17 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return an optimizer that reduces the gradients of all ranks, during ``backward`` and at the latest in ``step``.
+    """Return an optimizer that reduces the gradients over all ranks, during ``backward`` and at the latest in ``step``.
 
     The result is an instance of a subclass of the optimizer's class, with the state and the parameters of `optimizer`.
-    `named_parameters` is ``model.named_parameters()``. `backward_passes_per_step` is the number of backward passes
-    whose gradients are added before they are reduced. The average is computed as a sum of gradients divided by
-    `gradient_predivide_factor`, multiplied by ``gradient_predivide_factor / size``. `groups` is a number of groups, or
-    a list of lists of parameters, whose gradients are reduced together; `num_groups` is its old name.
-    `sparse_as_dense` reduces sparse gradients as dense ones.
+
+    - `named_parameters` is ``model.named_parameters()``.
+    - `backward_passes_per_step` is the number of backward passes whose gradients are added before the reduction.
+    - `gradient_predivide_factor` divides the gradients before their sum. The sum is then multiplied by
+      ``gradient_predivide_factor / size``.
+    - `groups` is a number of groups, or a list of lists of parameters. One operation reduces the gradients of a group.
+      `num_groups` is its old name.
+    - `sparse_as_dense` reduces sparse gradients as dense ones.
 
     Raises UsageError for invalid arguments.
     """

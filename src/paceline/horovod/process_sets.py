@@ -1,4 +1,4 @@
-"""Process sets: subsets of the ranks that run collective operations of their own."""
+"""Process sets: subsets of the ranks, which run operations without the other ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.protocol.negotiation.requests import GLOBAL_SET
 
 
 class ProcessSet:
-    """Some ranks of the program. Pass it to :func:`init` or :func:`add_process_set`, and then to operations."""
+    """A subset of the ranks. Pass it to :func:`init` or :func:`add_process_set`, and then to operations."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         numbers = list(ranks) if isinstance(ranks, Iterable) else None

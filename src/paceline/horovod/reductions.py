@@ -1,8 +1,8 @@
 """Reductions over all ranks: all-reduce and reduce-scatter, of dense and sparse tensors.
 
-Each operation has a form that waits, and a form ``*_async`` that returns a handle for :func:`synchronize`. Some have
-forms with a final ``_``, which write into their argument. ``name`` identifies the operation on all ranks, which may
-request operations in different orders. Operations without a name are numbered in the process set.
+Each operation has a form that waits, and a form ``*_async`` that returns a handle for :func:`synchronize`. Forms with
+a final ``_`` write their results into their arguments. ``name`` identifies the operation on all ranks, so the ranks may
+request operations in different orders. Operations without a name are numbered in each process set.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def allreduce(
 ) -> Any:
     """Return the reduction of `tensor` over all ranks, by default the average. Gradients flow through it.
 
-    The tensor is multiplied by `prescale_factor` before, and the result by `postscale_factor` after the reduction.
+    `prescale_factor` multiplies the tensor before the reduction, and `postscale_factor` the result.
     Raises HorovodInternalError if the ranks' tensors differ in shape or dtype, or if a rank is lost.
     """
     scales = prescale_factor, postscale_factor
@@ -303,7 +303,7 @@ def reducescatter(
 ) -> Any:
     """Reduce `tensor` over all ranks, divide the result along the first axis, and return this rank's part.
 
-    If the number of rows is not a multiple of the number of ranks, the first ranks get one row more.
+    If the number of rows is not a multiple of the number of ranks, each of the first ranks gets one more row.
     """
     scales = prescale_factor, postscale_factor
     if not isinstance(tensor, Tensor):
@@ -339,7 +339,7 @@ def grouped_reducescatter(
 
 
 class _ReduceScatterFunction(torch.autograd.Function):
-    """The reduce-scatter. The gradient is gathered, and scaled as in Horovod."""
+    """The reduce-scatter. The gradient is the all-gather of the ranks' gradients, scaled as in Horovod."""
 
     @staticmethod
     def forward(

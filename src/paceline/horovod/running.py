@@ -33,12 +33,12 @@ def run(
 ) -> list[_T]:
     """Call ``func(*args, **kwargs)`` on `num_proc` new ranks; return the values of all ranks, by rank.
 
-    In the function, :func:`init` connects the ranks. `options` are those of ``paceline horovodrun``, with underscores:
-    ``hosts="a:4,b:4"``, ``min_num_proc=2``. For ranks on other hosts, the current folder must be shared by all hosts.
-    `executable` is the Python interpreter of the ranks.
+    `func` must call :func:`init` to connect the ranks. `options` are the options of ``paceline horovodrun`` with
+    underscores, such as ``hosts="a:4,b:4"`` or ``min_num_proc=2``. With other hosts, all hosts must share the current
+    folder. `executable` is the Python interpreter of the ranks.
 
-    If a rank raises, the call raises the same exception, with a PeerError that names the rank as its cause. Raises
-    PeerError if a rank dies, and UsageError for wrong arguments or if the package cloudpickle is missing.
+    If `func` raises an exception on a rank, this call raises the same exception. Its cause is a PeerError, which names
+    the rank. Raises PeerError if a rank dies, and UsageError for wrong arguments or if cloudpickle is missing.
     """
     try:
         from paceline.launch.functions.call import RankResults, pickle_call

@@ -1,4 +1,4 @@
-"""Find operations that some ranks have requested and other ranks have not, for a long time."""
+"""Find operations that wait for ranks for a long time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INSTALLED: Final = (*(sysconfig.get_path(name) for name in ("stdlib", "platlib"
 
 
 class StallInspector:
-    """Decides when to warn of the coordinator's incomplete requests, and when to end Horovod because of them."""
+    """Decides when incomplete requests cause a warning, and when they end Horovod."""
 
     def __init__(self, warning_s: float, failure_s: float) -> None:
         """A `failure_s` of 0 means that the ranks wait forever."""
@@ -28,7 +28,7 @@ class StallInspector:
     def find_late(self, missing: Mapping[Key, tuple[int, ...]], time_s: float) -> tuple[list[Key], list[Key]]:
         """Return the requests to warn of, and the requests that have waited too long.
 
-        `missing` has the ranks that each request waits for.
+        `missing` contains the ranks that each request waits for.
         """
         self._since = {key: self._since.get(key, time_s) for key in missing}
         self._warned &= missing.keys()
@@ -37,7 +37,7 @@ class StallInspector:
         return late, [key for key in missing if 0 < self._failure_s <= waits_s[key]]
 
     def describe(self, missing: Mapping[Key, tuple[int, ...]], time_s: float, lines: Sequence[str]) -> tuple[str, str]:
-        """Return a warning and an error, or empty texts. The error ends Horovod on all ranks.
+        """Return a warning, and the error that ends Horovod on all ranks. Either text may be empty.
 
         `lines` has the line of Python that each rank executes.
         """
@@ -77,7 +77,7 @@ def main_thread_line() -> str:
         frame = frame.f_back
     found = frame or innermost
     if found is None:
-        return "no line, because it ends"
+        return "no line, because it has ended"
     return f"line {found.f_lineno} of {found.f_code.co_filename}, in {found.f_code.co_name}"
 
 

@@ -17,7 +17,7 @@ from paceline.transport import reader
 _log = logging.getLogger(__name__)
 _decode_events = reader(list[TimelineEvent], "the timeline of another rank")
 _MOST_PENDING: Final = 100_000
-"""Events that a rank keeps until rank 0 receives them. Then the oldest are dropped."""
+"""Events that a rank keeps for rank 0. If there are more, the oldest are dropped."""
 
 
 class PhaseRecorder:
@@ -33,7 +33,7 @@ class PhaseRecorder:
             self._events.append(TimelineEvent("CYCLE_START", "cycles", time.monotonic_ns()))
 
     def add(self, entries: Iterable[TensorEntry | None], agreed_ns: int, phases: Sequence[tuple[str, int]]) -> None:
-        """Add an operation. `phases` has the name and the end of each phase after the agreement of the ranks."""
+        """Add an operation. `phases` contains the name and the end of each phase after the ranks' agreement."""
         starts_ns = [agreed_ns, *(end_ns for _, end_ns in phases)]
         for entry in entries:
             if entry is None:
@@ -65,7 +65,7 @@ class RankTraces:
         self._writer: TimelineWriter | None = writer
 
     def write(self, events_of_ranks: Iterable[bytes]) -> None:
-        """Write the results of :meth:`PhaseRecorder.take`. A full disk ends the timeline, and not the training."""
+        """Write the results of :meth:`PhaseRecorder.take`. A full disk ends the timeline, but not the training."""
         try:
             for rank, (data, offset_ns) in enumerate(zip(events_of_ranks, self.offsets_ns, strict=True)):
                 if self._writer is not None:

@@ -1,8 +1,8 @@
 """Wake the background threads of all ranks for a round of the negotiation.
 
-A round needs all ranks, but only ranks with news start one. Such a rank sends the number of the round to the ranks at
-the distances 1, 2, 4, ... from it, and each rank that wakes does the same. So all ranks wake after a logarithmic number
-of steps. A waiting thread uses no processor time.
+A round needs all ranks, but only a rank with a new request starts it. This rank sends the number of the round to the
+ranks at the distances 1, 2, 4, ... from it, and each woken rank does the same. So all ranks wake after a logarithmic
+number of steps. A waiting thread uses no processor time.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from paceline.errors import DeadlineError
 
 _TAG: Final = 0
 _LOCAL: Final = -1
-"""The number that a thread of this rank sends, in place of the number of a round."""
+"""The number in a message of this rank to itself, in place of the number of a round."""
 
 
 class Wakeups:
-    """The messages that start rounds, as one rank sends and receives them."""
+    """Sends and receives the messages that start rounds."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._received = np.zeros(1, np.int64)
         self._ticket: CollectiveTicket | None = None
         self._awake: set[int] = set()
-        """Ranks that have sent the number of the current round."""
+        """Ranks that are awake for the current round, because this rank has received their messages."""
         distances = (1 << power for power in range((group.size - 1).bit_length()))
         self._targets = list(dict.fromkeys((group.rank + distance) % group.size for distance in distances))
 

@@ -1,6 +1,6 @@
 """Write the work of several ranks as a Chrome trace, which Perfetto and ``chrome://tracing`` show.
 
-The file is a JSON array. Each write replaces the bracket at the end of the file by new events and a bracket, so the
+The file is a JSON array. Each write replaces the bracket at the end of the file by new events and a bracket. So the
 file is valid JSON after each write, also if the process is killed later.
 """
 
@@ -28,7 +28,7 @@ class TimelineEvent(Struct, frozen=True, array_like=True):
 
     name: str
     track: str
-    """The row in which the event is shown, such as the name of a tensor. Events of one row are nested."""
+    """The name of the row that shows the event, such as a tensor. Events of one row must be nested."""
     start_ns: int
     duration_ns: int = -1
     """-1: the event is a moment."""
@@ -38,7 +38,7 @@ class TimelineWriter(Closing):
     """The file of a timeline."""
 
     def __init__(self, path: Path | str, *, most_events: int = _MOST_EVENTS) -> None:
-        """Create the file. After `most_events` events, it gets a note, and later events are dropped."""
+        """Create the file. After `most_events` events, the writer adds a note, and drops later events."""
         self._start_ns, self._left = time.monotonic_ns(), most_events
         self._tracks: dict[tuple[int, str], int] = {}
         """The number of each row of each rank. The row without a name is the rank itself."""

@@ -71,9 +71,9 @@ class NegotiatingRanks:
                 between()
 
     def run(self) -> None:
-        """Run rounds until no rank has news."""
+        """Run rounds until no rank needs a round."""
         for _ in range(100):
-            if not any(rank.has_news for rank in self.ranks):
+            if not any(rank.needs_round for rank in self.ranks):
                 return
             self.run_round()
         raise AssertionError("the rounds do not end")

@@ -210,6 +210,22 @@ def test_a_request_of_a_joined_rank_is_compared() -> None:
     assert all("rank 1: [5]" in ranks.errors(rank)["x"] for rank in range(3))
 
 
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_a_cached_request_is_complete_when_all_ranks_have_joined(is_earlier: bool) -> None:
+    ranks = NegotiatingRanks(2)
+    ranks.request([tensor("x")])
+    ranks.run()
+    ranks.clear()
+    ranks.request([tensor("x")], ranks=[0])
+    ranks.ranks[0].join()
+    if is_earlier:
+        ranks.run()
+    ranks.ranks[1].join()
+    ranks.run()
+    assert [ranks.names(rank) for rank in range(2)] == [["x"], ["x"]]
+    assert not any(rank.has_pending for rank in ranks.ranks)
+
+
 def test_the_requests_of_a_process_set_need_only_its_ranks() -> None:
     ranks = NegotiatingRanks(3)
     ranks.request([tensor("add", (0, 2), operation=ADD_PROCESS_SET)])
@@ -236,6 +252,31 @@ def test_the_requests_of_a_process_set_need_only_its_ranks() -> None:
     assert list(ranks.errors(0)) == ["x"]
     with pytest.raises(UsageError, match="process set 1"):
         ranks.request([tensor("x", process_set=number)], ranks=[0])
+
+
+@pytest.mark.parametrize("order", [["remove", "x"], ["x", "remove"]])
+def test_no_request_of_a_removed_process_set_remains(order: list[str]) -> None:
+    ranks = NegotiatingRanks(3)
+    ranks.request([tensor("add", (0, 2), operation=ADD_PROCESS_SET)])
+    ranks.run()
+    ranks.clear()
+    requests = {
+        "remove": (tensor("remove", (0, 2), operation=REMOVE_PROCESS_SET), [0, 1, 2]),
+        "x": (tensor("x", process_set=1), [0, 2]),
+    }
+    ranks.request([tensor("y", process_set=1)], ranks=[0])
+    for name in order:
+        request, members = requests[name]
+        ranks.request([request], ranks=members)
+    ranks.run()
+    for rank in (0, 2):
+        assert "x" in (ranks.names(rank) if order[0] == "x" else ranks.errors(rank))
+    assert "y" in ranks.errors(0)
+    assert ranks.ranks[0].missing() == {}
+    ranks.ranks[1].join()
+    ranks.request([tensor("z")], ranks=[0, 2])
+    ranks.run()
+    assert all("z" in ranks.names(rank) for rank in range(3))
 
 
 @given(st.permutations([(0, 0), (1, 0), (2, 1), (3, 1), (0, 1), (1, 1)]))

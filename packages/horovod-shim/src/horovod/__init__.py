@@ -3,4 +3,4 @@
 from paceline.on_demand import import_on_demand
 
 __version__ = "0.28.1"  # the version of Horovod that has this API
-__getattr__ = import_on_demand(__name__, {"paceline.horovod": ("run",)})  # because horovodrun does not need PyTorch
+__getattr__ = import_on_demand(__name__, {"paceline.horovod": ("run",)})  # horovodrun does not need PyTorch

@@ -1,4 +1,4 @@
-"""Training whose ranks may die and join: ``hvd.elastic``. The guide has an example."""
+"""Elastic training, whose ranks may die and join: ``hvd.elastic``. The guide has an example."""
 
 from paceline.horovod.elastic.running import run
 from paceline.horovod.elastic.sampler import ElasticSampler

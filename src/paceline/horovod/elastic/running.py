@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from paceline.errors import name_ranks
-from paceline.horovod.calls import forget_calls
+from paceline.horovod.calls import drop_handles
 from paceline.horovod.context import init, rank, shutdown, size
 from paceline.horovod.elastic.state import State
 from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -17,19 +17,19 @@ from paceline.strategies import ELASTIC_ADVICE
 
 _log = logging.getLogger(__name__)
 _MOST_REPETITIONS: Final = 5
-"""How often the same ranks continue after a failure if they make no progress."""
+"""The number of times that the same ranks restart without progress."""
 _REPEATED_COMMITS: Final = 1
-"""A loop over ``state.batch`` repeats its last commit after each failure. So one commit is no progress."""
+"""A loop over ``state.batch`` repeats its last commit after each restart, so one commit is no progress."""
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function ``func(state, ...)`` that trains, so that it continues after a change of the ranks.
+    """Decorate a training function ``func(state, ...)``, so that it continues after a change of the ranks.
 
-    All ranks first get the state of rank 0. If a rank dies, the calls of the other ranks raise HorovodInternalError.
-    Then these ranks restore their last commit. If a rank joins, :meth:`State.commit` and
-    :meth:`State.check_host_updates` raise HostsUpdatedInterrupt on all ranks, and the state is kept. In both cases the
-    ranks meet again, the reset callbacks run, all ranks get the state of a rank that was present before, and `func`
-    is called again.
+    All ranks first get the state of rank 0. If a rank dies, the operations of the other ranks raise
+    HorovodInternalError, and these ranks restore their last commit. If a rank joins, :meth:`State.commit` and
+    :meth:`State.check_host_updates` raise HostsUpdatedInterrupt on all ranks, which keep their states. In both cases
+    the ranks connect again, the reset callbacks run, and all ranks get the state of rank 0, which is never a new rank.
+    Then `func` is called again.
 
     Without ``paceline run --min-ranks`` the ranks do not change, and HorovodInternalError ends the training.
     """
@@ -51,7 +51,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                         f"{error}. The training cannot continue with other ranks. {ELASTIC_ADVICE}"
                     ) from error
                 is_repeated = members == last[0] and state.num_commits <= last[1] + _REPEATED_COMMITS
-                num_failures = num_failures + 1 if is_repeated else 0
+                num_failures = num_failures + 1 if is_repeated else 1
                 last = members, state.num_commits
                 if num_failures > _MOST_REPETITIONS:
                     raise
@@ -60,7 +60,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             except HostsUpdatedInterrupt:
                 reason, start = "new ranks have joined", "with the current state"
             shutdown()
-            forget_calls()
+            drop_handles()
             init()
             if rank() == 0:
                 lost = [number for number, member in enumerate(members) if group and member not in group.members]

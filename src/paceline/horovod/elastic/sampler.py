@@ -1,4 +1,4 @@
-"""Divide a dataset among the ranks, also if their number changes within an epoch."""
+"""Divide a dataset among ranks whose number may change within an epoch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.horovod.context import rank, size
 class ElasticSampler(Sampler[int]):
     """Yields this rank's part of the samples of an epoch that are not processed yet.
 
-    Each sample of an epoch is processed once, for any changes of the ranks, if the loop calls :meth:`record_batch`
-    after each batch and commits the sampler in a :class:`~paceline.horovod.elastic.TorchState`. All ranks have equally
-    many samples. So if the number of remaining samples is not a multiple of the number of ranks, the last batch has up
-    to ``size() - 1`` samples a second time.
+    The training loop must call :meth:`record_batch` after each batch, and commit the sampler in a
+    :class:`~paceline.horovod.elastic.TorchState`. Then each sample of an epoch is processed once, also if the ranks
+    change. All ranks have equally many samples: if the number of remaining samples is not a multiple of the number of
+    ranks, up to ``size() - 1`` samples are processed twice.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        """`seed` must be equal on all ranks. With `shuffle`, each epoch has another order."""
+        """With `shuffle`, each epoch has a different random order. `seed` must be equal on all ranks."""
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = 0
         self.processed_num = 0
@@ -31,15 +31,15 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. Call this method at the end of the epoch before, because it forgets the processed samples."""
+        """Start an epoch without processed samples. Call this method at the end of the previous epoch."""
         self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count a batch of `batch_size` samples on each rank as processed. `batch_idx` is not used."""
+        """Count a batch of `batch_size` samples on each rank as processed. `batch_idx` has no effect."""
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: Sized) -> None:
-        """Count the last samples of this rank, and equally many of each other rank, as processed."""
+        """Count the samples `indices` of this rank, and equally many of each other rank, as processed."""
         self.record_batch(0, len(indices))
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue in the epoch and behind the processed samples of a state."""
+        """Continue in the epoch of a state, after its processed samples."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 

@@ -1,4 +1,4 @@
-"""The state of an elastic training: values that are equal on all ranks after each commit."""
+"""The state of an elastic training: values that all ranks get from rank 0, and restore after a failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class State:
     def __init__(
         self, bcast_object: Callable[[Any], Any] = broadcast_object, get_rank: Callable[[], int] = rank
     ) -> None:
-        """`bcast_object` returns the object of rank 0. `get_rank` is accepted for compatibility."""
+        """`bcast_object` returns the object of rank 0. `get_rank` has no effect; Horovod's subclasses pass it."""
         self._broadcast = bcast_object
         self._reset_callbacks: list[Callable[[], object]] = []
 
@@ -52,26 +52,27 @@ class State:
             raise HostsUpdatedInterrupt
 
     def save(self) -> None:
-        """Copy the state in this process's memory."""
+        """Keep a copy of the state in this process's memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Set the state to the last copy."""
+        """Return to the last saved copy of the state."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Copy the state of rank 0 to all ranks, and save it."""
+        """Send the state of rank 0 to all ranks, and save it."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt other variables to a change of the ranks. By default, do nothing."""
+        """Adapt a subclass to a change of the ranks. The default does nothing."""
 
 
 class ObjectState(State):
     """A state of named values, which are attributes of this object.
 
-    :meth:`sync` sends models by ``state_dict``, other values with ``state_dict`` and ``load_state_dict`` (optimizers,
-    schedulers, samplers) too, and the rest by :func:`~paceline.horovod.broadcast_object`.
+    :meth:`sync` sends the ``state_dict`` of each model, and of each other value that has ``state_dict`` and
+    ``load_state_dict``, such as an optimizer, a scheduler or a sampler. It sends the remaining values by
+    :func:`~paceline.horovod.broadcast_object`.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class ObjectState(State):
 
     @override
     def sync(self) -> None:
-        others: dict[str, Any] = {}
+        plain_values: dict[str, Any] = {}
         for name in self._saved:
             value = getattr(self, name)
             if isinstance(value, torch.nn.Module):
@@ -118,8 +119,8 @@ class ObjectState(State):
             elif _is_stateful(value):
                 value.load_state_dict(self._broadcast(value.state_dict()))
             else:
-                others[name] = value
-        for name, value in self._broadcast(others).items():
+                plain_values[name] = value
+        for name, value in self._broadcast(plain_values).items():
             setattr(self, name, value)
         self.save()
 

@@ -24,7 +24,7 @@ class HostDiscovery(Closing):
     """The current number of slots on this machine. After :meth:`wait`, a thread updates it until :meth:`close`."""
 
     def __init__(self, script: str, slots_per_host: int | None, own_names: Collection[str]) -> None:
-        """`script` is a command of the shell. `own_names` are the names of this machine."""
+        """`script` is a shell command. `own_names` are the names of this machine."""
         self._script, self._slots_per_host, self._own_names = script, slots_per_host, own_names
         self._name = f"--host-discovery-script {script}"
         self.num_slots = 0

@@ -16,10 +16,10 @@ _COMMON, _HOSTS, _ELASTIC, _HOROVOD, _OTHER = "Common options", "Hosts", "Elasti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionEffect:
-    """The effect of an option: one of these fields is not empty."""
+    """The effect of an option: a variable, a note or an error."""
 
     variable: str = ""
-    """A variable of the ranks, which is set to the value of the option times `factor`."""
+    """A variable of the ranks. Its value is the value of the option times `factor`."""
     factor: int = 1
     note: str = ""
     """The reason why the option is not needed. It is accepted with a note."""
@@ -47,7 +47,7 @@ _AUTOTUNE: Final = "Paceline tunes its collectives by measurement"
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodrunOptions:
-    """The options as the user gave them; None for missing options. The fields have Horovod's names."""
+    """The user's options; None for missing options. The fields have Horovod's names."""
 
     command: list[str] | None = argument("Program of each rank, with its arguments.", show_default=False)
     num_proc: int | None = option(

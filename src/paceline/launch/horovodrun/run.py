@@ -20,7 +20,6 @@ from paceline.launch.run.on_engine import run_on_engine
 from paceline.launch.run.run import run_script
 from paceline.version import __version__
 
-_ELASTIC_TIMEOUT_S: Final = 600
 _PARTS: Final = {
     "Frameworks": ("TensorFlow", "PyTorch", "MXNet"),
     "Controllers": ("MPI", "Gloo"),
@@ -37,7 +36,7 @@ def run_horovod(options: HorovodrunOptions) -> int:
     with contextlib.ExitStack() as stack:
         discovery = num_slots = None
         if script is not None and options.num_proc is not None:
-            timeout_s = options.elastic_timeout or environment().horovod_elastic_timeout_s or _ELASTIC_TIMEOUT_S
+            timeout_s = options.elastic_timeout or environment().horovod_elastic_timeout_s
             discovery = stack.enter_context(HostDiscovery(script, options.slots, (*LOOPBACK, platform.node())))
             num_slots = min(discovery.wait(options.num_proc, timeout_s), most)
         translation = translate(options, platform.node(), num_slots)
@@ -53,7 +52,7 @@ def run_horovod(options: HorovodrunOptions) -> int:
 
 
 def describe_build() -> str:
-    """Return the parts of Horovod that are available, in the format of ``horovodrun --check-build``."""
+    """Return the text of ``--check-build``: the parts of Horovod with a mark if they are available."""
     available = {"Gloo"} | ({"PyTorch"} if importlib.util.find_spec("torch") else set())
     text = f"Paceline v{__version__}, with Horovod's API:\n"
     for title, names in _PARTS.items():

@@ -38,7 +38,7 @@ def translate(options: HorovodrunOptions, host_name: str, num_slots: int | None 
     """
     if options.num_proc is None or not options.command:
         missing = "the program" if options.num_proc else "the number of ranks"
-        raise UsageError(f"{missing} is missing. Pass both, as in horovodrun -np 2 python train.py")
+        raise UsageError(f"{missing} is missing. Pass both, for example horovodrun -np 2 python train.py")
     is_elastic = options.min_num_proc is not None or options.host_discovery_script is not None
     _check_together(options, is_elastic=is_elastic)
     variables = dict(_VARIABLES)
@@ -83,7 +83,7 @@ def translate(options: HorovodrunOptions, host_name: str, num_slots: int | None 
 
 
 def _effects(options: HorovodrunOptions) -> Iterator[tuple[str, Any, OptionEffect]]:
-    """Yield name, value and effect of each given option that has an effect."""
+    """Yield the name, the value and the effect of each given option that has an :class:`OptionEffect`."""
     for each in fields(options):
         value, effect = getattr(options, each.name), each.metadata.get("effect")
         if effect is not None and value is not None and (effect.variable or value is not False):
@@ -111,7 +111,7 @@ def _allot(options: HorovodrunOptions, *, is_elastic: bool) -> dict[str, int]:
     text = options.hosts or (f"@{options.hostfile}" if options.hostfile else f"localhost:{num_ranks}")
     found = parse_hosts(text)
     if found.num_ranks is None:
-        raise UsageError(f"--hosts {text}: the numbers of slots are missing. Pass them, as in a:4,b:4")
+        raise UsageError(f"--hosts {text}: the numbers of slots are missing. Pass them, for example a:4,b:4")
     total = sum(found.num_ranks)
     if total < num_ranks:
         found_slots = "1 slot" if total == 1 else f"{total} slots"

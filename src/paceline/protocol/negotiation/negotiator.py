@@ -39,7 +39,7 @@ from paceline.protocol.negotiation.requests import (
     TensorRequest,
     fuse,
 )
-from paceline.protocol.negotiation.table import RequestTable, find_mismatch, joined_root
+from paceline.protocol.negotiation.table import RequestTable, describe_joined_root
 
 _NOTHING_TO_REPORT: Final = 1
 _STAYS: Final = 2
@@ -63,8 +63,8 @@ class Negotiator:
         """The ranks of each process set."""
         self.joined: tuple[int, ...] = ()
         """The ranks that have joined."""
-        self.has_news = False
-        """Whether this rank must start a round, because its last vote and report are out of date."""
+        self.needs_round = False
+        """Whether this rank must start a round, because its last vote or report is out of date."""
         self.needs_reports = False
         self.is_over = False
         """Whether a rank has left. No round follows."""
@@ -72,10 +72,11 @@ class Negotiator:
         self._fuse = partial(fuse, threshold_bytes=fusion_threshold_bytes, fuses_groups=fuses_groups)
         self._pending: dict[Key, TensorRequest] = {}
         self._running: set[Key] = set()
-        """Requests of this rank whose instructions the runtime has not carried out."""
+        """Agreed requests of this rank that the runtime has not carried out yet."""
         self._unreported: dict[Key, TensorRequest] = {}
         """Pending requests that are not in the cache and that the coordinator has not received."""
         self._invalid: list[int] = []
+        """Slots whose requests the coordinator must receive again."""
         self._joins = False
         self._leaves = False
         self._must_report = False
@@ -89,7 +90,7 @@ class Negotiator:
         self._foreign = 0
         """The bits of the slots that belong to process sets without this rank."""
         self._plans: dict[int, tuple[list[Key], list[NegotiationInstruction]]] = {}
-        """The keys and the instructions for slots that all ranks voted for."""
+        """The keys and the instructions for each set of slots that all ranks have voted for."""
         self._last_slots = 0
         self._next_set = GLOBAL_SET + 1
         self._table = RequestTable(self.process_sets)
@@ -134,21 +135,21 @@ class Negotiator:
                 self._unreported[key] = request
                 if slot is not None:
                     self._invalid.append(slot)
-        self.has_news = True
+        self.needs_round = True
 
     def join(self) -> None:
         """Take part in all operations until all ranks have joined. Then :class:`EndJoin` follows."""
         if self._has_joined:
             raise UsageError("join() was called again before it has returned; call it once per rank")
-        self._joins = self.has_news = True
+        self._joins = self.needs_round = True
 
     def leave(self) -> None:
         """End the negotiation of all ranks in the next round."""
-        self._leaves = self.has_news = True
+        self._leaves = self.needs_round = True
 
     def vote(self) -> int:
         """Return this rank's bits for the next round."""
-        self.has_news = False
+        self.needs_round = False
         slots = self._ready | self._foreign
         if self.rank in self.joined:
             slots |= sum(1 << slot for slot, cached in self._cached.items() if self._has_active_ranks(cached))
@@ -179,7 +180,9 @@ class Negotiator:
         return instructions
 
     def report(self) -> NegotiationReport:
-        """Return the requests that the coordinator does not have."""
+        """Return the requests that this rank has not reported yet."""
+        if self._joins:
+            self.uncache_pending()  # after join(), the other ranks do not wait for this rank's votes
         report = NegotiationReport(tuple(self._unreported.values()), tuple(self._invalid), self._joins)
         self._unreported.clear()
         self._invalid.clear()
@@ -197,28 +200,25 @@ class Negotiator:
         if decision.joined != self.joined:
             self.joined = decision.joined
             if self._joins and self.rank in self.joined:
-                self._joins, self.has_news = False, True
+                self._joins, self.needs_round = False, True
             self._forget_plans()
         instructions: list[NegotiationInstruction] = []
         ready: list[TensorRequest] = []
         for response in decision.responses:
             request = response.request.common()
-            own = self._pending.pop(request.key, None)
             self._unreported.pop(request.key, None)
-            if own is not None:
+            if self._pending.pop(request.key, None) is not None:
                 self._running.add(request.key)
             if response.error:
                 instructions.append(FailRequest(request.key, response.error))
                 continue
-            if own is not None and own.common() != request:  # a joined rank's request, which was not compared
-                active = next(rank for rank in self.process_sets[request.process_set] if rank not in self.joined)
-                error = find_mismatch({self.rank: own, active: response.request})
-                instructions.append(FailRequest(request.key, error))
+            if request.process_set not in self.process_sets:
+                continue  # an earlier response has removed the process set, and failed the request
             if request.operation in CHANGE_SETS:
                 instructions += self._change_sets(request)
             else:
                 self._add_to_cache(request)
-            if self.rank in self.process_sets.get(request.process_set, ()):
+            if self.rank in self.process_sets[request.process_set]:
                 ready.append(request)
         instructions += self._fuse(ready)
         if decision.last_joined >= 0:
@@ -227,21 +227,24 @@ class Negotiator:
         return instructions
 
     def uncache_pending(self) -> None:
-        """Report the pending requests that are in the cache, so that :meth:`missing` lists them.
+        """Report the pending requests that are in the cache, so that the coordinator has them.
 
-        The runtime calls this method for requests that wait for a long time.
+        The runtime calls this method if requests wait for a long time, so that :meth:`missing` lists them.
         """
-        if self._ready:
-            self._invalid += _ones(self._ready)
-            self.has_news = True
+        for slot in _positions(self._ready):
+            key = self._cached[slot].key
+            self._unreported[key] = self._pending[key]
+            self._invalid.append(slot)
+            self.needs_round = True
+        self._ready = 0
 
     def missing(self) -> dict[Key, tuple[int, ...]]:
         """Return the coordinator's incomplete requests, and the ranks that each request waits for."""
         return self._table.missing()
 
     def request_reports(self) -> None:
-        """Start a round in which all ranks report, also without new requests."""
-        self._must_report = self.has_news = True
+        """Start a round with reports of all ranks."""
+        self._must_report = self.needs_round = True
 
     def finished(self, keys: Iterable[Key]) -> None:
         """Free the names of requests whose instructions the runtime has carried out."""
@@ -252,12 +255,12 @@ class Negotiator:
         return next((number for number, members in self.process_sets.items() if members == tuple(ranks)), None)
 
     def _plan(self, slots: int) -> tuple[list[Key], list[NegotiationInstruction]]:
-        requests = [self._cached[slot] for slot in _ones(slots & ~self._foreign)]
+        requests = [self._cached[slot] for slot in _positions(slots & ~self._foreign)]
         ready = [request for request in requests if request.root not in self.joined]
         failed = [request for request in requests if request.root in self.joined]
         instructions: list[NegotiationInstruction] = [*self._fuse(ready)]
-        instructions += [FailRequest(request.key, joined_root(request)) for request in failed]
-        return [self._cached[slot].key for slot in _ones(slots)], instructions
+        instructions += [FailRequest(request.key, describe_joined_root(request)) for request in failed]
+        return [self._cached[slot].key for slot in _positions(slots)], instructions
 
     def _has_active_ranks(self, request: TensorRequest) -> bool:
         return not set(self.process_sets[request.process_set]) <= set(self.joined)
@@ -269,6 +272,7 @@ class Negotiator:
             self._next_set += 1
         elif request.operation == REMOVE_PROCESS_SET and number is not None:
             del self.process_sets[number]
+            self._table.remove_set(number)
             for slot in [slot for slot, cached in self._cached.items() if cached.process_set == number]:
                 self._evict(slot)
             keys = [key for key in self._pending if key[0] == number]
@@ -290,7 +294,7 @@ class Negotiator:
         slot = self._free_slots.pop() if self._free_slots else len(self._cached)
         self._slots[request.key] = slot
         self._cached[slot] = request
-        if self.rank not in self.process_sets.get(request.process_set, ()):
+        if self.rank not in self.process_sets[request.process_set]:
             self._foreign |= 1 << slot
         self._forget_plans()
 
@@ -310,10 +314,10 @@ class Negotiator:
         if self._ready >> slot & 1:
             self._ready &= ~(1 << slot)
             self._unreported[request.key] = self._pending[request.key]
-            self.has_news = True
+            self.needs_round = True
 
 
-def _ones(bits: int) -> list[int]:
+def _positions(bits: int) -> list[int]:
     """Return the positions of the bits that are set, from the lowest."""
     digits = f"{bits:b}"[::-1]
     return [position for position, digit in enumerate(digits) if digit == "1"]

@@ -22,9 +22,9 @@ ADASUM: Final = "adasum"
 """A reduction that uses the norms of whole tensors, so its tensors are not fused."""
 
 UNNAMED: Final = "noname."
-"""The prefix of names that are used once. They are not in the cache."""
+"""The prefix of the names of unnamed requests. Each name is used once, so the cache does not contain it."""
 LARGE_BYTES: Final = 1 << 20
-"""Tensors of this size are not fused, because the copies into and out of the fused tensor take longer than a call."""
+"""Tensors of this size or more are not fused, because their copies take longer than an operation of their own."""
 
 NO_TIMELINE, TIMELINE, TIMELINE_OF_ROUNDS = range(3)
 """States of the timeline: off, on, and on with the rounds of the negotiation."""
@@ -56,7 +56,7 @@ class TensorRequest(Struct, frozen=True, array_like=True):
         return self.process_set, self.name
 
     def common(self) -> TensorRequest:
-        """Return the part of the request that must be equal on all ranks."""
+        """Return the request without the fields that may differ between ranks."""
         if self.operation not in HAVE_DIFFERENT_ROWS:
             return self
         return msgspec.structs.replace(self, shape=self.shape[1:], num_bytes=0)
@@ -67,7 +67,7 @@ class NegotiationReport(Struct, frozen=True, array_like=True):
 
     requests: tuple[TensorRequest, ...] = ()
     invalid: tuple[Natural, ...] = ()
-    """Slots of the cache whose requests this rank has changed."""
+    """Slots of the cache that all ranks must evict, because this rank reports their requests again."""
     joins: bool = False
     line: str = ""
     """The line of Python that the rank's main thread executes."""
@@ -95,7 +95,7 @@ class NegotiationDecision(Struct, frozen=True, array_like=True):
 
 
 class RunOperation(Struct, frozen=True):
-    """Instruction: run an operation. Several requests are all-reduces of equal kind, which run as one."""
+    """Instruction: run an operation. If it has several requests, they are fused all-reduces of equal kind."""
 
     requests: tuple[TensorRequest, ...]
     """The common parts of the ranks' requests."""

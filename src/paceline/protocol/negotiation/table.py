@@ -1,4 +1,4 @@
-"""The coordinator's table: collect the requests of all ranks, and find the ranks whose requests differ."""
+"""The coordinator's table: collect the requests of all ranks, and find requests that differ."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paceline.protocol.negotiation.requests import (
 
 
 class RequestTable:
-    """The requests of all ranks that are not complete, because other ranks have not requested the same name yet."""
+    """The incomplete requests: some ranks have not requested the same name yet."""
 
     def __init__(self, process_sets: Mapping[int, tuple[int, ...]]) -> None:
-        """`process_sets` has the ranks of each process set, also of later ones."""
+        """`process_sets` contains the ranks of each process set. Its owner adds and removes process sets."""
         self._process_sets = process_sets
         self._requests: dict[Key, dict[int, TensorRequest]] = {}
         self._sets: dict[str, set[int]] = {}
@@ -47,23 +47,28 @@ class RequestTable:
                 changed[request.key] = None
         responses = [self._complete(key) for key in changed if not self._missing(key)]
         for name in dict.fromkeys(name for _, name in changed):
-            responses += self._find_other_sets(name)
+            responses += self._find_different_sets(name)
         last_joined = -1
         if len(self._joined) == len(reports):
             last_joined = self._joined[-1]
             self._joined.clear()
         return NegotiationDecision(tuple(responses), tuple(sorted(invalid)), tuple(sorted(self._joined)), last_joined)
 
+    def remove_set(self, number: int) -> None:
+        """Drop the requests of a process set that was removed."""
+        for key in [key for key in self._requests if key[0] == number]:
+            self._remove(key)
+
     def _missing(self, key: Key) -> set[int]:
         """Return the ranks that have neither requested the operation nor joined."""
-        return {*self._process_sets.get(key[0], ())} - {*self._joined} - self._requests[key].keys()
+        return {*self._process_sets[key[0]]} - {*self._joined} - self._requests[key].keys()
 
     def _complete(self, key: Key) -> NegotiatedResponse:
         requests = self._remove(key)
         first = requests[min(requests)]
         error = find_mismatch(requests)
         if not error and first.root in self._joined:
-            error = joined_root(first)
+            error = describe_joined_root(first)
         return NegotiatedResponse(first, error)
 
     def _remove(self, key: Key) -> dict[int, TensorRequest]:
@@ -72,9 +77,9 @@ class RequestTable:
             del self._sets[key[1]]
         return self._requests.pop(key)
 
-    def _find_other_sets(self, name: str) -> list[NegotiatedResponse]:
-        """Return errors if the ranks wait for one another, because they requested `name` in different process sets."""
-        keys = [(number, name) for number in sorted(self._sets.get(name, ())) if number in self._process_sets]
+    def _find_different_sets(self, name: str) -> list[NegotiatedResponse]:
+        """Return errors if ranks wait for each other, because they requested `name` in different process sets."""
+        keys = [(number, name) for number in sorted(self._sets.get(name, ()))]
         if len(keys) < 2:
             return []
         requested = {rank for key in keys for rank in self._requests[key]}
@@ -82,14 +87,14 @@ class RequestTable:
             return []
         sides = [
             f"{name_ranks(sorted(self._requests[key]))} used process set {key[0]} of "
-            f"{name_ranks(self._process_sets.get(key[0], ()))}"
+            f"{name_ranks(self._process_sets[key[0]])}"
             for key in keys
         ]
         error = f"Mismatched process sets for {name!r}: {'; '.join(sides)}. Pass the same process set on all ranks"
         return [NegotiatedResponse(next(iter(self._remove(key).values())), error) for key in keys]
 
 
-def _rows_ignored(request: TensorRequest) -> str:
+def _shape_to_compare(request: TensorRequest) -> str:
     shape = [str(length) for length in request.shape]
     if request.operation in HAVE_DIFFERENT_ROWS:
         shape[:1] = ["*"] if shape else []
@@ -103,7 +108,7 @@ _CHECKS: Final[tuple[tuple[str, str, _Describe], ...]] = (
     ("operations", "did an", lambda request: request.operation.upper()),
     ("reduction operation", "specified reduction", lambda request: request.reduction),
     ("prescale and/or postscale factors", "used", lambda request: (request.prescale, request.postscale)),
-    ("%s tensor shapes", "sent a tensor of shape", _rows_ignored),
+    ("%s tensor shapes", "sent a tensor of shape", _shape_to_compare),
     ("%s root ranks", "specified root rank", lambda request: request.root),
     ("%s CPU/GPU device selection", "specified device", lambda request: request.device.upper()),
     ("groups", "specified group", lambda request: request.group),
@@ -135,7 +140,7 @@ def find_mismatch(requests: Mapping[int, TensorRequest]) -> str:
     return ""
 
 
-def joined_root(request: TensorRequest) -> str:
+def describe_joined_root(request: TensorRequest) -> str:
     return (
         f"{request.operation} {request.name!r}: its root, rank {request.root}, has joined and has no tensor; choose a "
         "root that has not joined"

@@ -1,4 +1,4 @@
-"""The functions that scripts and tests use."""
+"""Functions that scripts and Horovod's own tests use."""
 
 import contextlib
 import importlib.util
@@ -29,7 +29,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 @contextlib.contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables during a block, except those that are None."""
+    """Set environment variables during a block. A variable whose value is None keeps its value."""
     before = {name: os.environ.get(name) for name, value in kwargs.items() if value is not None}
     os.environ.update({name: value for name, value in kwargs.items() if value is not None})
     try:

@@ -1,1 +1,1 @@
-"""Tools of the launcher that Horovod's own tests use."""
+"""Functions that Horovod's own tests use."""
