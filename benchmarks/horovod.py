@@ -3,8 +3,9 @@
     python -m benchmarks.horovod [--parts steady step many] [--rounds 8] [--json]
 
 `steady`, on 2 and on 4 ranks: reduce 160 tensors of 4 KB per step. `raw` copies them into one tensor, reduces it with
-Paceline's group and copies them back. `named` requests each tensor, and `grouped` all tensors in one call. `requests`
-is the part of `named` in which the calls request the tensors. `negotiation` is `named` minus `requests` minus `raw`.
+Paceline's backend of `torch.distributed`, and copies them back. `named` requests each tensor, and `grouped` requests
+all tensors in one call. `requests` is the part of `named` in which the calls request the tensors. `negotiation` is
+`named` minus `requests` minus `raw`.
 
 `step`, on 2 ranks: a training step of a ResNet-18 on images of 32 x 32 pixels, and of a perceptron of 25 million
 parameters, with `DistributedOptimizer`, with Paceline's strategy `AllReduce` (DDP), and with DDP on Gloo. The ratios
