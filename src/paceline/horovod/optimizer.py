@@ -24,8 +24,8 @@ from paceline.horovod.reductions import (
     Adasum,
     Average,
     allreduce_async_,
-    grouped_allreduce_async_,
     reduction_of,
+    request_all_reduce,
     sparse_allreduce_async,
 )
 
@@ -107,26 +107,22 @@ class GradientReduction:
         for parameter in unit:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        name, gradients = self._names[unit[0]], [parameter.grad for parameter in unit]
-        if len(unit) == 1 and gradients[0] is not None and gradients[0].is_sparse and not self._sparse_as_dense:
+        name, is_group = self._names[unit[0]], len(unit) > 1
+        gradients: list[Any] = [parameter.grad for parameter in unit]
+        if gradients[0].is_sparse and not self._sparse_as_dense and not is_group:
             self._sent[unit] = self._send_sparse(unit[0], gradients[0], name)
             return
-        dense = [
-            gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients if gradient is not None
-        ]
+        dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
         pairs = [self._compression.compress(gradient) for gradient in dense]
-        compressed = [pair[0] for pair in pairs]
-        options: dict[str, Any] = {
-            "op": self._op,
-            "prescale_factor": self._scales[0],
-            "postscale_factor": self._scales[1],
-            "process_set": self._process_set,
-        }
-        is_group = len(unit) > 1
-        handle = (
-            grouped_allreduce_async_(compressed, name=name, **options)
-            if is_group
-            else allreduce_async_(compressed[0], name=name, **options)
+        handle = request_all_reduce(
+            [compressed for compressed, _ in pairs],
+            None,
+            name,
+            self._op,
+            self._scales,
+            self._process_set,
+            in_place=True,
+            is_grouped=is_group,
         )
 
         def store() -> None:

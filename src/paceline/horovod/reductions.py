@@ -55,7 +55,7 @@ def _check_adasum(process_set: ProcessSet) -> None:
         raise NotImplementedError(f"Adasum needs a power of two as the number of ranks, got {size}")
 
 
-def _all_reduce(
+def request_all_reduce(
     tensors: Sequence[Any],
     average: bool | None,
     name: str | None,
@@ -66,6 +66,7 @@ def _all_reduce(
     in_place: bool,
     is_grouped: bool = False,
 ) -> int:
+    """Start the all-reduce of one tensor or of a group, and return its handle. `scales` are the two factors."""
     reduction = reduction_of(op, average)
     if reduction == ADASUM:
         _check_adasum(process_set)
@@ -92,7 +93,7 @@ def allreduce_async(
 ) -> int:
     """Start an all-reduce, by default an average, and return its handle. See :func:`allreduce`."""
     scales = prescale_factor, postscale_factor
-    return _all_reduce([tensor], average, name, op, scales, process_set, in_place=False)
+    return request_all_reduce([tensor], average, name, op, scales, process_set, in_place=False)
 
 
 def allreduce_async_(
@@ -106,7 +107,7 @@ def allreduce_async_(
 ) -> int:
     """Start an all-reduce that writes its result into `tensor`, and return its handle. See :func:`allreduce`."""
     scales = prescale_factor, postscale_factor
-    return _all_reduce([tensor], average, name, op, scales, process_set, in_place=True)
+    return request_all_reduce([tensor], average, name, op, scales, process_set, in_place=True)
 
 
 def allreduce_(
@@ -156,7 +157,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Start an all-reduce of several tensors as one operation, and return its handle. See :func:`allreduce`."""
     scales = prescale_factor, postscale_factor
-    return _all_reduce(tensors, average, name, op, scales, process_set, in_place=False, is_grouped=True)
+    return request_all_reduce(tensors, average, name, op, scales, process_set, in_place=False, is_grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -170,7 +171,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start an all-reduce of several tensors that writes into the tensors, and return its handle."""
     scales = prescale_factor, postscale_factor
-    return _all_reduce(tensors, average, name, op, scales, process_set, in_place=True, is_grouped=True)
+    return request_all_reduce(tensors, average, name, op, scales, process_set, in_place=True, is_grouped=True)
 
 
 def grouped_allreduce_(
@@ -215,7 +216,9 @@ class _AllReduceFunction(torch.autograd.Function):
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.arguments = arguments
         average, name, op, scales, process_set, is_grouped = arguments
-        handle = _all_reduce(tensors, average, name, op, scales, process_set, in_place=False, is_grouped=is_grouped)
+        handle = request_all_reduce(
+            tensors, average, name, op, scales, process_set, in_place=False, is_grouped=is_grouped
+        )
         result = synchronize(handle)
         return tuple(result) if is_grouped else (result,)
 

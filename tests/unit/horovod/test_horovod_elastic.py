@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ torch = pytest.importorskip("torch")
 import paceline.horovod as hvd  # noqa: E402
 from paceline import collectives  # noqa: E402
 from paceline.horovod import membership  # noqa: E402
-from paceline.horovod.elastic import running  # noqa: E402
 from paceline.horovod.elastic import sampler as sampler_module  # noqa: E402
 
 PHASES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(1, 4)), min_size=1, max_size=5)
@@ -141,22 +139,3 @@ def test_without_a_coordinator_the_function_is_called_once() -> None:
     assert state.batch == 8
     state.on_reset()
     assert (state.batch, state.num_commits) == (5, 2)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_the_same_ranks_restart_five_times_from_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = SimpleNamespace(members=(0,), set_ready=lambda: None)
-    monkeypatch.setattr(running, "elastic_group", lambda: group)
-    batches: list[int] = []
-
-    @hvd.elastic.run
-    def train(state: hvd.elastic.ObjectState) -> None:
-        batches.append(state.batch)
-        state.batch += 1
-        if len(batches) == 2:
-            state.commit()
-        raise hvd.HorovodInternalError("rank 1 died")
-
-    with pytest.raises(hvd.HorovodInternalError, match="rank 1 died"):
-        train(hvd.elastic.ObjectState(batch=3))
-    assert batches == [3, 3, *[4] * 5]
