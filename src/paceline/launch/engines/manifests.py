@@ -31,7 +31,7 @@ STATUSES_OF_SIGNALS: Final = (137, 143)
 _NUM_REPLACEMENTS: Final = 10
 """The largest average number of replacements of a pod in an elastic run, without pods that Kubernetes has removed."""
 _TLS_FOLDER: Final = "/etc/paceline/tls"
-_TLS_FILES: Final = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}  # those of cert-manager
+_TLS_FILES: Final = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}  # cert-manager's names
 _GRACE_S: Final = 600
 """Time for a server to move its rows to other servers after SIGTERM."""
 _START_S: Final = 600
@@ -52,7 +52,7 @@ class PodOptions:
 
     image: str | None = option("Container image with Paceline, your script and its packages.")
     name: str = option("Name of the objects; default paceline.", default="paceline")
-    namespace: str | None = option("Namespace; default: that of kubectl.")
+    namespace: str | None = option("Namespace; default: kubectl's namespace.")
     kind: str = option("Kind of object for run: job (Indexed Job), jobset or trainjob (Kubeflow).", default="job")
     cpus: str | None = option("Cores of each pod, such as 4 or 500m.")
     memory: str | None = option("Memory of each pod, such as 8Gi.")

@@ -87,7 +87,7 @@ class _HostProcess(NodeProcess):
     """A process on a host, and the local end of its connection."""
 
     def __init__(self, role: RunRole, number: int, host: str, command: Sequence[str]) -> None:
-        """`command` is that of ``ssh``."""
+        """`command` starts ``ssh``."""
         super().__init__(role, number, f"host {host}")
         self.host = host
         self.reply: HostReply | None = None

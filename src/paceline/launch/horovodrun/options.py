@@ -59,7 +59,7 @@ class HorovodrunOptions:
         "START_TIMEOUT", "Seconds until all ranks are connected; default 300.", min=1, panel=_COMMON
     )
     verbose: bool = option("Print the command of paceline run.", "--verbose", default=False, panel=_COMMON)
-    check_build: bool = option("Show what is available.", "--check-build", "-cb", default=False, panel=_COMMON)
+    check_build: bool = option("Show the available parts.", "--check-build", "-cb", default=False, panel=_COMMON)
 
     hosts: str | None = option(
         "Hosts and numbers of ranks, such as a:4,b:4; default: localhost.", "--hosts", "-H", panel=_HOSTS

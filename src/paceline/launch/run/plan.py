@@ -268,7 +268,7 @@ def _numbers(layout: Layout, rank: int, local: int) -> dict[str, str]:
 
 
 def _horovod_numbers(layout: Layout, rank: int, local: int) -> dict[str, str]:
-    """Return the variables of a rank with those that horovodrun sets."""
+    """Return the variables of a rank, and the variables that horovodrun sets."""
     sizes = layout.node_sizes or (len(layout.ranks),) * (layout.world_size // len(layout.ranks))
     numbers = {
         "RANK": rank,

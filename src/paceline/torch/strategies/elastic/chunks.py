@@ -95,7 +95,7 @@ class StateTensors:
             if tensor is None or (tensor.dtype, [*tensor.shape], [*tensor.stride()]) != (dtype, shape, strides):
                 if kind == "model":
                     raise UsageError(
-                        f"the model of this rank has not the same parameter or buffer {path!r} as that of rank 0. "
+                        f"the model of this rank differs from rank 0's model in the parameter or buffer {path!r}. "
                         "Create the same model on all ranks"
                     )
                 device = torch.device("cpu") if kind == "registered" or is_cpu else self._strategy.storage
