@@ -215,7 +215,8 @@ def wait_functions_ended(mark: str) -> None:
         for process in our_processes(mark):
             with contextlib.suppress(psutil.Error):
                 found.append(process.cmdline())
-        return [words for words in found if any("paceline" in word for word in words)]
+        # The path of the interpreter may contain the name of the package too, in a clone.
+        return [words for words in found if any("paceline" in word for word in words[1:])]
 
     wait_until(lambda: not left(), "processes are left", 10)
     folder = Path(tempfile.gettempdir())
