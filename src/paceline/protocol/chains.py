@@ -356,7 +356,10 @@ class Planner:
         if not missing:
             return wanted
         # Rule 3: until all wanted servers are members, all members stay, and missing servers are filled one by one.
-        return Chain(members, filling if filling in missing else missing[0])
+        # A silent server may not see the view that starts a fill from it, so requests would wait for it.
+        if filling not in missing:
+            filling = None if self._silent.issuperset(members) else missing[0]
+        return Chain(members, filling)
 
     def validate(self) -> None:
         assert len(self._chains) == (self._num_buckets if self._version else 0)

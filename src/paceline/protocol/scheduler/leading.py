@@ -263,8 +263,7 @@ class Leader:
             case Proposed(proposal):
                 self._out.append(events.Prepare(self.peers.of(sorted(proposal.audience)), proposal.view))
                 self._has_changed = proposal.is_accepted(self.next.ended)  # true if the view needs no answers
-        if self.publication.proposal is not None:
-            self._out += self.next.notes(self.publication.proposal.gaining, self.membership)
+        self._out += self.next.notes(self.membership)
         released = self.next.drains.release_all(self.membership.servers, self.peers.connected)
         self._out += [events.ReleaseServer(peer) for peer in self.peers.of(released)]
 
@@ -280,7 +279,6 @@ class Leader:
             if reason is None:
                 self._out += [events.ReleaseServer(peer) for peer in self.peers.of([server])]
             self._remove(server, reason)
-        self._out += self.next.notes(self.next.suspects.silent, self.membership)
         for peer, registration in self.newcomers.take():
             self._register(peer, registration)
         self._has_changed = True  # publish the changes that came during the preparation

@@ -218,17 +218,18 @@ class NextView:
         self.suspects.removed(incarnation)
         self.drains.removed(incarnation)
 
-    def notes(self, waited_for: Iterable[int], membership: Membership) -> list[NotifyOperator]:
-        """Return notes for the operator about waits for these servers: one for each silent server, and only once."""
+    def notes(self, membership: Membership) -> list[NotifyOperator]:
+        """Return notes for the operator about silent servers with the only copy of a bucket: one for each, and once."""
         notes = []
-        for server in self.suspects.report_waits(waited_for):
+        needed = {server for server in self.suspects.silent if self.planner.member_of(server)}
+        for server in self.suspects.report_waits(needed):
             member, num_buckets = membership.find(server), self.planner.member_of(server).bit_count()
             if member is None:  # the server was replaced by a rejoined member with the same rank
                 continue
             notes.append(
                 NotifyOperator(
                     f"server {member.rank} is silent and has the only copy of {num_buckets} buckets: requests for them "
-                    "wait until the server returns"
+                    "may wait until the server returns"
                 )
             )
         return notes
