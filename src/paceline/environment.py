@@ -127,6 +127,8 @@ class Environment:
     """``HOROVOD_ELASTIC``: whether a distributed optimizer of Horovod's API averages gradients on a single rank too."""
     coordinator: str | None = None
     """``PACELINE_COORDINATOR``: address of ``paceline coordinator``, as ``host:port``."""
+    metrics: Path | None = None
+    """``PACELINE_METRICS``: the launcher's socket for the metrics of its processes, set by the launcher."""
     status_url: str | None = None
     """``KUBEFLOW_TRAINER_STATUS_URL``: address for the progress of a training in a Kubeflow TrainJob."""
     status_token: Path | None = None
@@ -223,6 +225,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         has_horovod_timeline_rounds=_boolean(found, "HOROVOD_TIMELINE_MARK_CYCLES"),
         is_horovod_elastic=_boolean(found, "HOROVOD_ELASTIC"),
         coordinator=found.get("PACELINE_COORDINATOR") or None,
+        metrics=_path(found, "PACELINE_METRICS"),
         status_url=found.get("KUBEFLOW_TRAINER_STATUS_URL") or None,
         status_token=_path(found, "KUBEFLOW_TRAINER_STATUS_TOKEN"),
         status_ca=_path(found, "KUBEFLOW_TRAINER_STATUS_CA_CERT"),

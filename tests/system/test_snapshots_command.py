@@ -19,7 +19,7 @@ from paceline.ps.client.connection import ServerConnection
 from paceline.ps.messages import ClusterSettings
 from paceline.ps.snapshot_messages import LoadState
 from paceline.storage.snapshot_directory import read_newest
-from paceline.training.driver import run_training
+from paceline.training.driver import TrainOutput, run_training
 from paceline.training.options import SnapshotPlan, TrainOptions
 from paceline.training.planning import plan_training
 from paceline.training.train import Training
@@ -96,7 +96,7 @@ def taken(click_log: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
             snapshots=SnapshotPlan(directory=folder, examples=4_000),
         ),
         ClusterSettings(consistency="bounded:4"),
-        quiet=True,
+        output=TrainOutput(quiet=True),
     )
     assert 2 <= len(complete_snapshots(folder)) <= 3
     return folder

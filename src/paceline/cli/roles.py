@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from paceline.launch.flags import (
     SCHEDULER_PORT,
     FilterModuleFlags,
     MemoryFlags,
+    ObserveFlags,
     PushFlags,
     TLSFlags,
 )
@@ -24,8 +26,9 @@ from .parameters import expand_flags
 
 if TYPE_CHECKING:
     from paceline.launch import Joining
+    from paceline.observe.collector import Collector
     from paceline.ps.messages import ClusterSettings
-    from paceline.transport import TLS
+    from paceline.transport import TLS, Endpoint
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free port.")]
@@ -80,6 +83,7 @@ def scheduler(
     token_file: Annotated[
         Path | None, typer.Option(help="File with the cluster's token; created (mode 0600) if it is missing.")
     ] = None,
+    observe: ObserveFlags,
     tls: TLSFlags,
 ) -> None:
     """Run a cluster's scheduler. Start it before the other processes; Ctrl-C ends the cluster.
@@ -88,17 +92,31 @@ def scheduler(
     """
     from paceline.launch import run_scheduler
 
-    run_scheduler(
-        cluster.parse(),
-        token=options.find_token(token_file, create=True),
-        address=_address(host, port),
-        tls=tls.load(),
-        on_ready=lambda endpoint: typer.echo(f"paceline scheduler: listening on {endpoint}"),
-        on_note=_note,
-        on_loss=_note,
-        replaces=replaces or accept_minority,
-        accepts_minority=accept_minority,
-    )
+    settings, token, security = cluster.parse(), options.find_token(token_file, create=True), tls.load()
+    with observe.open("paceline scheduler") as collector, contextlib.ExitStack() as stack:
+
+        def report_ready(endpoint: Endpoint) -> None:
+            typer.echo(f"paceline scheduler: listening on {endpoint}")
+            if collector is not None:
+                from paceline.launch import prepare_kernels
+                from paceline.launch.cluster_metrics import ClusterMetrics
+                from paceline.transport import SocketTransport
+
+                prepare_kernels()
+                transport = SocketTransport(token, tls=security)
+                stack.enter_context(ClusterMetrics(transport, endpoint.tcp, collector))
+
+        run_scheduler(
+            settings,
+            token=token,
+            address=_address(host, port),
+            tls=security,
+            on_ready=report_ready,
+            on_note=_note if collector is None else lambda text: _note_event(collector, text),
+            on_loss=_note if collector is None else lambda text: _note_event(collector, text),
+            replaces=replaces or accept_minority,
+            accepts_minority=accept_minority,
+        )
 
 
 @expand_flags
@@ -216,6 +234,11 @@ def coordinator(
 
 def _note(text: str) -> None:
     typer.echo(f"paceline scheduler: {text}", err=True)
+
+
+def _note_event(collector: Collector, text: str) -> None:
+    collector.add_event(text)
+    _note(text)
 
 
 def _address(host: str, port: int) -> str:

@@ -33,7 +33,7 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
     # Set this before NumPy is loaded, because OpenBLAS threads would busy-wait on the cores that servers and workers
     # need.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from paceline.training.driver import run_training
+    from paceline.training.driver import TrainOutput, run_training
 
     cluster, connection, save = flags.cluster, flags.connection, flags.saving.save
     flags.filters.modules.load(flags.filters.filters, flags.filters.pull_filters)
@@ -42,18 +42,18 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
         heartbeat_timeout_s=connection.heartbeat_timeout or 10.0,
         default_consistency="bounded:4" if training.passes.blocks is None else "sequential",
     )
-    result = run_training(
-        training,
-        settings,
-        memory_limit=cluster.memory.parse(),
-        auto_resume=flags.saving.auto_resume,
-        scheduler=connection.scheduler,
-        token=None if connection.scheduler is None else options.find_token(connection.token_file),
-        tls=connection.tls.given() if connection.scheduler is None else connection.tls.load(),
-        quiet=flags.output.quiet,
-        progressive=flags.output.progressive,
-        fork_server=context.obj,  # the fork server that main() has started, or None
-    )
+    with flags.observe.open("paceline train") as collector:
+        result = run_training(
+            training,
+            settings,
+            memory_limit=cluster.memory.parse(),
+            auto_resume=flags.saving.auto_resume,
+            scheduler=connection.scheduler,
+            token=None if connection.scheduler is None else options.find_token(connection.token_file),
+            tls=connection.tls.given() if connection.scheduler is None else connection.tls.load(),
+            output=TrainOutput(quiet=flags.output.quiet, progressive=flags.output.progressive, collector=collector),
+            fork_server=context.obj,  # the fork server that main() has started, or None
+        )
     if flags.solver.plot is not None:
         write_plot(flags.solver.plot, list(result.block_passes))
     if flags.output.json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, cast
 
 from paceline.command_options import in_panel, option
 from paceline.errors import UsageError
-from paceline.launch.flags import FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
+from paceline.launch.flags import FilterModuleFlags, MemoryFlags, ObserveFlags, PushFlags, TLSFlags
 
 from . import options
 from .data_arguments import find_data
@@ -363,6 +363,7 @@ class TrainFlags:
     weights: WeightFlags
     filters: FilterFlags
     solver: SolverFlags
+    observe: ObserveFlags
 
     def parse_model(self) -> SparseModel:
         """Return the model. Raises UsageError for an unknown model, and for options that the model does not have."""

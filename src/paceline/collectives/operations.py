@@ -15,6 +15,7 @@ from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
 from paceline.collectives.tuner import SHARED, Tuner
 from paceline.errors import MismatchError, UsageError
 from paceline.kernels import combine
+from paceline.observe import recording
 
 Work: TypeAlias = Callable[[int], Any]
 
@@ -358,8 +359,12 @@ class Operations:
     def finished(self) -> None:
         if self._running is not None:
             operation, algorithm, num_bytes, start = self._running
-            self._tuner.record(operation, algorithm, num_bytes, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self._tuner.record(operation, algorithm, num_bytes, seconds)
             self._running = None
+            if (recorder := recording.recorder) is not None:
+                recorder.observe("paceline_collective_seconds", seconds, operation, algorithm)
+                recorder.add("paceline_collective_bytes_total", num_bytes, operation)
 
 
 def _named(operation: str, sizes: Sequence[int] | None) -> str:

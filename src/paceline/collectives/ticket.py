@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from paceline.errors import DeadlineError, UsageError
+from paceline.observe import recording
 
 if TYPE_CHECKING:
     from paceline.collectives.arrays import ArrayMemory
@@ -46,7 +47,9 @@ class CollectiveTicket:
         """
         if not self._finished.is_set() and threading.current_thread() is self._worker:
             raise no_waiting_in_callbacks()
-        if not self._finished.wait(None if timeout is None else timeout.total_seconds()):
+        with recording.waiting():
+            is_done = self._finished.wait(None if timeout is None else timeout.total_seconds())
+        if not is_done:
             assert timeout is not None
             raise DeadlineError(f"the call is not done after {timeout.total_seconds():g} s; wait again, or longer")
         if self._error is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from paceline.command_options import option
 from paceline.environment import environment
 
 if TYPE_CHECKING:
+    from paceline.observe.collector import Collector
     from paceline.ps.messages import ClusterSettings
     from paceline.tables.memory.limit import MemoryLimit
     from paceline.transport import TLS
@@ -108,3 +111,35 @@ class TLSFlags:
         from paceline.transport import TLS
 
         return TLS.of_files(self.tls_cert, self.tls_key, self.tls_ca)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveFlags:
+    """The outputs for the metrics of a run."""
+
+    panel: ClassVar = "Metrics"
+
+    metrics: str | None = option(
+        "Serve the metrics for Prometheus at http://127.0.0.1:PORT/metrics; HOST:PORT for other addresses, 0 for a "
+        "free port.",
+        metavar="PORT",
+    )
+    metrics_file: Path | None = option("File for the metrics, as lines of JSON every five seconds.")
+    tensorboard: Path | None = option("Directory for the metrics in TensorBoard's format.")
+
+    @contextlib.contextmanager
+    def open(self, command: str) -> Iterator[Collector | None]:
+        """Collect metrics during the block, for the given outputs; None without an output.
+
+        `command` is named in messages. Raises UsageError for an output that is not available, and AddressError for a
+        port in use.
+        """
+        if self.metrics is None and self.metrics_file is None and self.tensorboard is None:
+            yield None
+            return
+        from paceline.observe.outputs import open_outputs
+
+        with open_outputs(
+            command, metrics=self.metrics, metrics_file=self.metrics_file, tensorboard=self.tensorboard
+        ) as collector:
+            yield collector

@@ -1,11 +1,17 @@
-"""Show the progress of a training, with its rates.
+"""Observe runs: progress, metrics, timelines.
 
-Only this package uses rich. It is independent of the training: callers regularly pass a :class:`ProgressSnapshot`.
+Callers pass the figures; this package is independent of the training. Public names are imported at first use, because a
+rank that records metrics needs no display.
 """
 
-from paceline.observe.passes_plot import draw_passes
-from paceline.observe.progress import ProgressSnapshot, RateMeter, TrainingProgress
-from paceline.observe.table import format_bytes, format_rate
+from typing import TYPE_CHECKING
+
+from paceline.on_demand import import_on_demand
+
+if TYPE_CHECKING:
+    from paceline.observe.passes_plot import draw_passes
+    from paceline.observe.progress import ProgressSnapshot, RateMeter, TrainingProgress
+    from paceline.observe.table import format_bytes, format_rate
 
 __all__ = [
     "ProgressSnapshot",
@@ -15,3 +21,16 @@ __all__ = [
     "format_bytes",
     "format_rate",
 ]
+
+__getattr__ = import_on_demand(
+    __name__,
+    {
+        ".passes_plot": ("draw_passes",),
+        ".progress": ("ProgressSnapshot", "RateMeter", "TrainingProgress"),
+        ".table": ("format_bytes", "format_rate"),
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

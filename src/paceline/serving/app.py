@@ -7,8 +7,6 @@ import contextlib
 import logging
 import os
 import time
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from paceline.data import FORMATS
 from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.inference import LoadedModel, load
 from paceline.models.stored import find_version
+from paceline.observe.metrics import MetricValues, exposition
 from paceline.transport import register_type
 
 MAX_BODY_BYTES = 16 << 20
@@ -30,7 +29,6 @@ _AT_ONCE_BYTES = 32 << 10  # larger requests are predicted in a thread, so that 
 _JSON = "application/json"
 _NUMBERED = msgspec.json.Decoder(register_type(list[dict[int, float]]))
 _NAMED = msgspec.json.Decoder(register_type(list[dict[str, Any]]))
-_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _logger = logging.getLogger("paceline.serving")
 
 
@@ -71,48 +69,13 @@ class ModelSource:
         _logger.info("serving a newer model: %r", model)
 
 
-class RequestMetrics:
-    """Counts of prediction requests by status, and their durations, in Prometheus' text format (version 0.0.4)."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self._by_status: Counter[int] = Counter()
-        self._by_bound = [0] * (len(_BOUNDS_S) + 1)
-        self._seconds = 0.0
-
-    def add(self, status: int, rows: int, seconds: float) -> None:
-        self._by_status[status] += 1
-        self.rows += rows
-        self._seconds += seconds
-        self._by_bound[bisect_left(_BOUNDS_S, seconds)] += 1
-
-    def as_text(self, *, reloads: int, failures: int, features: int) -> str:
-        lines = ["# HELP paceline_requests_total Prediction requests.", "# TYPE paceline_requests_total counter"]
-        lines += [f'paceline_requests_total{{code="{code}"}} {n}' for code, n in sorted(self._by_status.items())]
-        for name, kind, help_text, value in (
-            ("paceline_rows_total", "counter", "Predicted rows.", self.rows),
-            ("paceline_model_reloads_total", "counter", "Newer models that were loaded.", reloads),
-            ("paceline_model_reload_failures_total", "counter", "Newer models that could not be loaded.", failures),
-            ("paceline_model_features", "gauge", "Features of the model.", features),
-        ):
-            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", f"{name} {value}"]
-        name = "paceline_request_seconds"
-        lines += [f"# HELP {name} Duration of prediction requests.", f"# TYPE {name} histogram"]
-        total = 0
-        for bound, count in zip((*_BOUNDS_S, "+Inf"), self._by_bound, strict=True):
-            total += count
-            lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
-        lines += [f"{name}_sum {self._seconds:.6f}", f"{name}_count {total}"]
-        return "\n".join(lines) + "\n"
-
-
 class PredictionService:
     """Answers requests with a source's newest model. Checks for a newer model every `poll_s` seconds."""
 
     def __init__(self, source: ModelSource, poll_s: float) -> None:
         self._source = source
         self._poll_s = poll_s
-        self._metrics = RequestMetrics()
+        self._metrics = MetricValues()
 
     @contextlib.asynccontextmanager
     async def follow(self, app: Starlette) -> AsyncIterator[None]:
@@ -147,7 +110,9 @@ class PredictionService:
             response = _refuse(400, error)
         except asyncio.CancelledError:  # the time for finishing requests is over
             response = _refuse(503, UsageError("the server is shutting down. Retry with another server"))
-        self._metrics.add(response.status_code, rows, time.perf_counter() - start)
+        self._metrics.add("paceline_requests_total", 1, str(response.status_code))
+        self._metrics.add("paceline_rows_total", rows)
+        self._metrics.observe("paceline_request_seconds", time.perf_counter() - start)
         return response
 
     def _answer(self, body: bytes) -> tuple[bytes, int]:
@@ -173,10 +138,12 @@ class PredictionService:
         return Response(msgspec.json.encode(content), media_type=_JSON)
 
     async def report_metrics(self, request: Request) -> Response:
-        source = self._source
-        features = source.model.num_features
-        text = self._metrics.as_text(reloads=source.reloads, failures=source.failures, features=features)
-        return Response(text, media_type="text/plain; version=0.0.4")
+        source, metrics = self._source, self._metrics
+        metrics.set("paceline_model_reloads_total", source.reloads)
+        metrics.set("paceline_model_reload_failures_total", source.failures)
+        metrics.set("paceline_model_features", source.model.num_features)
+        text, content_type = exposition(metrics.samples, request.headers.get("Accept", ""))
+        return Response(text, media_type=content_type)
 
 
 def make_app(source: ModelSource, poll_s: float = 1.0) -> Starlette:

@@ -28,6 +28,7 @@ def serve(
     AddressError if the port is not available, and UsageError if the extra is not installed.
     """
     try:
+        import prometheus_client  # noqa: F401  (the metrics need it)
         import uvicorn
 
         from paceline.serving.app import ModelSource, make_app

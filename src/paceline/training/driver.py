@@ -17,11 +17,14 @@ from paceline.data.labels import describe_classes, describe_label_words
 from paceline.data.sampling import ExampleSample
 from paceline.environment import Environment, environment
 from paceline.errors import ModelLostError
+from paceline.launch.cluster_metrics import ClusterMetrics
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
 from paceline.models.progressive import HEADING, ProgressiveLoss
 from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
+from paceline.observe.collector import Collector
 from paceline.observe.kubeflow import KubeflowStatus
+from paceline.observe.metrics import MetricValues
 from paceline.protocol import Consistency, Eventual, parse_consistency
 from paceline.ps import Client, messages
 from paceline.tables.memory.limit import MemoryLimit
@@ -92,6 +95,18 @@ def train_locally(
         return train_on(options, client, examples=sample.examples, processes=cluster, warn=warn)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOutput:
+    """The outputs of a training, in addition to warnings."""
+
+    quiet: bool = False
+    """Whether to leave out the progress line and the news."""
+    progressive: bool = False
+    """Whether to print the mean losses before learning in the first pass."""
+    collector: Collector | None = None
+    """Receives the metrics."""
+
+
 def run_training(
     options: TrainOptions,
     settings: messages.ClusterSettings,
@@ -101,43 +116,45 @@ def run_training(
     scheduler: str | None = None,
     token: str | None = None,
     tls: TLS | None = None,
-    quiet: bool = False,
-    progressive: bool = False,
+    output: TrainOutput = TrainOutput(),
     fork_server: ForkServer | None = None,
 ) -> TrainResult:
     """Train with a progress line, on the cluster of `scheduler` or on processes that end with the training.
 
     If `auto_resume`, a training on its own processes survives the loss of a part of its model: it continues on new
-    processes from its newest snapshot. If `progressive`, the mean losses before learning in the first pass are printed.
+    processes from its newest snapshot.
     """
     if scheduler is None:
         options.passes.rates.check_consistency(parse_consistency(settings.consistency))
     options, sample = resolve_files(options)
-    display = _Display(Console(stderr=True), options, sample, quiet=quiet, progressive=progressive)
+    display = _Display(Console(stderr=True), options, sample, output)
     display.show_files(memory_limit)
     cluster_options = {"memory_limit": memory_limit, "tls": tls, "fork_server": fork_server}
     while True:
         try:
             with contextlib.ExitStack() as stack:
                 display.status = stack.enter_context(KubeflowStatus(environment(), display.warn))
-                display.line = stack.enter_context(TrainingProgress(display.console, not quiet))
+                display.line = stack.enter_context(TrainingProgress(display.console, not output.quiet))
                 cluster: LocalCluster | None = None
                 if scheduler is not None:
                     assert token is not None
-                    transport = SocketTransport(token, tls=tls)
-                    client = stack.enter_context(Client.connect(transport, scheduler, observer=True))
+                    transport, address = SocketTransport(token, tls=tls), scheduler
+                    client = stack.enter_context(Client.connect(transport, address, observer=True))
                 else:
                     compiling = partial(display.console.print, highlight=False)
                     cluster, client = stack.enter_context(
                         _open_cluster(options, settings, on_compile=compiling, **cluster_options)
                     )
+                    transport, address = cluster.transport(), cluster.scheduler
+                if output.collector is not None:
+                    stack.enter_context(ClusterMetrics(transport, address, output.collector))
                 result = train_on(
                     options,
                     client,
                     examples=sample.examples,
                     processes=cluster,
                     on_plan=display.show_plan,
-                    on_news=(lambda text: None) if quiet else display.warn,
+                    on_news=display.show_news,
                     warn=display.warn,
                 )
                 display.status.update(1.0)
@@ -167,17 +184,21 @@ class _Display:
     If `progressive`, the mean losses before learning are printed, one per line.
     """
 
-    def __init__(
-        self, console: Console, options: TrainOptions, sample: Sample, *, quiet: bool, progressive: bool
-    ) -> None:
+    def __init__(self, console: Console, options: TrainOptions, sample: Sample, output: TrainOutput) -> None:
         self.console = console
         self.line = TrainingProgress(console, enabled=False)
         self.status = KubeflowStatus(Environment(), self.warn)
         self._options, self._sample = options, sample
-        self._is_quiet, self._is_progressive = quiet, progressive
+        self._is_quiet, self._is_progressive, self._collector = output.quiet, output.progressive, output.collector
 
     def warn(self, text: str) -> None:
         self.console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def show_news(self, text: str) -> None:
+        if self._collector is not None:
+            self._collector.add_event(text)
+        if not self._is_quiet:
+            self.warn(text)
 
     def show_files(self, memory_limit: MemoryLimit | None) -> None:
         sample, labels = self._sample, self._options.model.read_labels_as
@@ -226,6 +247,13 @@ class _Display:
         if training and progress.epoch:
             metrics |= {"currentEpoch": progress.epoch, "totalEpochs": self._epochs}
         self.status.update(progress.fraction, metrics)
+        if self._collector is not None and training:
+            values = MetricValues()
+            values.set("paceline_training_examples_total", float(progress.examples))
+            for name, value in (("loss", loss), ("done_ratio", progress.fraction)):
+                if value is not None:
+                    values.set(f"paceline_training_{name}", value)
+            self._collector.update(values)
         self.line.update(
             ProgressSnapshot(
                 examples=progress.examples,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from types import ModuleType
+import pytest
 
 import paceline.observe
 
@@ -8,5 +8,8 @@ import paceline.observe
 def test_all_is_sorted_and_complete() -> None:
     names = paceline.observe.__all__
     assert names == sorted(names)
-    content = vars(paceline.observe).items()
-    assert {name for name, value in content if name[0] != "_" and not isinstance(value, ModuleType)} == set(names)
+    for name in names:
+        assert getattr(paceline.observe, name).__name__ == name
+        assert name in dir(paceline.observe)
+    with pytest.raises(AttributeError, match="nothing"):
+        paceline.observe.nothing  # noqa: B018

@@ -138,11 +138,11 @@ def test_health_and_metrics(numbered: Path) -> None:
     assert json.loads(text).items() >= {"status": "ok", "kind": "lr", "format": "libsvm", "features": 2}.items()
     status, text = client("GET", "/metrics")
     lines = text.splitlines()
-    assert 'paceline_requests_total{code="200"} 1' in lines
-    assert 'paceline_requests_total{code="400"} 1' in lines
-    assert "paceline_rows_total 2" in lines
-    assert 'paceline_request_seconds_bucket{le="+Inf"} 2' in lines
-    assert "paceline_request_seconds_count 2" in lines
+    assert 'paceline_requests_total{code="200"} 1.0' in lines
+    assert 'paceline_requests_total{code="400"} 1.0' in lines
+    assert "paceline_rows_total 2.0" in lines
+    assert 'paceline_request_seconds_bucket{le="+Inf"} 2.0' in lines
+    assert "paceline_request_seconds_count 2.0" in lines
     assert client("GET", "/predict")[0] == 405
     assert client("GET", "/nothing")[0] == 404
 

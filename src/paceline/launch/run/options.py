@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.command_options import argument, in_panel, option
 from paceline.launch.engines.options import EngineFlags
-from paceline.launch.flags import RENDEZVOUS_PORT, FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
+from paceline.launch.flags import RENDEZVOUS_PORT, FilterModuleFlags, MemoryFlags, ObserveFlags, PushFlags, TLSFlags
 from paceline.strategies import STRATEGIES, StrategyFlags
 
 _COMMON, _SERVERS, _FAILURES, _MACHINES = "Common options", "Servers and traffic", "Failures", "Several machines"
@@ -95,6 +95,7 @@ class RunOptions:
     pull_filters: str | None = option("Filters for rows pulled from servers; default: as --filters.", panel=_SERVERS)
     filter_modules: FilterModuleFlags = in_panel(_SERVERS, default=FilterModuleFlags())
     """Servers import all these modules. Ranks import the modules named in `filters` and `pull_filters`."""
+    observe: ObserveFlags = ObserveFlags()
     tls: TLSFlags = in_panel(_MACHINES, default=TLSFlags())
     """TLS for servers, and for ranks on several machines. By default, the environment has the settings."""
 

@@ -89,6 +89,7 @@ def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None)
     if options.log_dir is not None:
         check_log_dir(options.log_dir)
     with contextlib.ExitStack() as stack:
+        collector = stack.enter_context(options.observe.open("paceline run"))
         starting = stack.enter_context(contextlib.ExitStack())
         if placement is not None:
             starting.enter_context(_ignore_sigterm())
@@ -122,6 +123,10 @@ def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None)
             servers.serve()
             return 0
         starting.close()
+        if collector is not None and scheduler is not None:
+            from paceline.launch.cluster_metrics import ClusterMetrics
+
+            stack.enter_context(ClusterMetrics(SocketTransport(setup.token, tls=setup.tls), scheduler, collector))
         status = _run_ranks(options, setup, setup.layout, filters, pull_filters, scheduler, servers, num_wanted)
         if status == 0 and servers is not None:
             servers.wait_workers()

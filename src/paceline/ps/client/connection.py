@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from paceline.errors import AddressError, ConnectionLostError, PacelineError, PeerError, StaleEpochError, UsageError
+from paceline.observe import recording
 from paceline.protocol import Member
 from paceline.protocol.client import ClientCore, Request, RequestKind, Resync, Transmit
 from paceline.ps import messages
@@ -101,7 +102,9 @@ class ServerConnection:
         self.make_room(data.out)
         request = self.request(data)
         frame = pack(data, request, self.core.version)
-        request.payload = Exchange(frame, data.out, data.is_private)
+        request.payload = exchange = Exchange(frame, data.out, data.is_private)
+        if recording.recorder is not None:
+            exchange.began_s = time.monotonic()
         if self.session.start(request):
             self.transmit(frame, request)
         return request
@@ -305,6 +308,9 @@ class ServerConnection:
         if exchange.scatter is not None:
             exchange.put_values()
         request.flags = header.flags
+        if exchange.began_s is not None and recording.recorder is not None:
+            seconds = time.monotonic() - exchange.began_s
+            recording.recorder.observe("paceline_table_request_seconds", seconds, request.kind.value)
         session = self.session
         for released in session.stabilize(header.request, header.clock):
             exchange_of(released).release(self._copies)

@@ -82,6 +82,7 @@ class Exchange:
     """A request's frame and its answer: the payload of a :class:`~paceline.protocol.client.Request`."""
 
     __slots__ = (
+        "began_s",
         "body",
         "frame",
         "into",
@@ -114,6 +115,8 @@ class Exchange:
         self.scatter: tuple[Floats, _Positions] | None = None
         """The destination of the values: an array of rows, and the positions of the rows to write."""
         self.unreadable: UsageError | None = None
+        self.began_s: float | None = None
+        """The time of the request; None if the launcher collects no metrics."""
 
     @property
     def num_answer_bytes(self) -> int:

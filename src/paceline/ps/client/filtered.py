@@ -6,6 +6,7 @@ frame, so both frames have the same effect. The unfiltered frame is sent after a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.filters.chain import FilterChain, chain_of
 from paceline.filters.chance import seed_of
 from paceline.filters.keys.deltas import DeltaKeys
 from paceline.filters.rows import ElementErrors, RowErrors, RowSelection, quiet
+from paceline.observe import recording
 from paceline.protocol.client import Request
 from paceline.ps import messages
 from paceline.ps.client.connection import ServerConnection
@@ -182,7 +184,12 @@ class FilteredSender:
         )
         self._has_sent_meta = True
         plain = pack(data.of_server((keys, read) if len(parts) > 1 else (keys,), None), request, self._version)
-        request.payload = FilteredExchange(plain, data.out, data.is_private, self)
+        request.payload = exchange = FilteredExchange(plain, data.out, data.is_private, self)
+        if (recorder := recording.recorder) is not None:
+            exchange.began_s = time.monotonic()
+            chain = str(self._chain) or "none"
+            recorder.add("paceline_filter_bytes_total", sum(part.nbytes for part in parts), chain, "plain")
+            recorder.add("paceline_filter_bytes_total", body.nbytes, chain, "sent")
         session.start(request)
         connection.transmit(tuple(frame), request)
         return request

@@ -21,6 +21,7 @@ from paceline.errors import (
     StaleEpochError,
     UsageError,
 )
+from paceline.observe import recording
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.client import (
     ClientCore,
@@ -75,7 +76,7 @@ class Ticket:
             self._wait()
 
     def _wait(self) -> None:
-        with self._servers.lock:
+        with recording.waiting(), self._servers.lock:
             if self._finished:  # another thread has waited for the ticket
                 return
             try:

@@ -15,7 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.closing import Closing
+from paceline.environment import environment
 from paceline.errors import UsageError
+from paceline.observe import recording
 from paceline.torch.embeddings import Embedder, ReplicatedTables, RowTables, find_embeddings
 from paceline.torch.strategies.agreement import (
     describe_optimizers,
@@ -31,6 +33,7 @@ from paceline.torch.strategies.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from paceline.observe.kubeflow import KubeflowStatus
+    from paceline.torch.strategies.step_phases import StepPhases
 
 
 class Strategy(Closing, ABC):
@@ -79,6 +82,13 @@ class Strategy(Closing, ABC):
         """Saves the training at regular times; None without ``snapshot_dir`` of :func:`paceline.torch.strategy`."""
         self.status: KubeflowStatus | None = None
         """Sends the main rank's progress to Kubeflow; None outside of a Kubeflow TrainJob."""
+        self.phases: StepPhases | None = None
+        """Records the phases of the training loop; None if the launcher collects no metrics."""
+        recorder = recording.start(environment())
+        if recorder is not None:
+            from paceline.torch.strategies.step_phases import StepPhases
+
+            self.phases = StepPhases(recorder, self._is_exchange)
         self.deferred: DeferredValues | None = None
         """Initializes those modules of the last prepared models that were built on the meta device; or None."""
         self.embedder: Embedder | None = None
@@ -152,6 +162,8 @@ class Strategy(Closing, ABC):
             self.optimizers += optimizers
             new_models, new_optimizers = self._spread(models, optimizers)
             spread = [*new_models, *new_optimizers]
+            if self.phases is not None:
+                self.phases.watch(new_models, new_optimizers)
         ready = {id(one): other for one, other in zip(prepared, spread, strict=True)}
         for part in parts:
             if id(part) not in ready and part is not loader and hasattr(part, "step") and hasattr(part, "state_dict"):
@@ -222,6 +234,10 @@ class Strategy(Closing, ABC):
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         """Distribute models, which are already on the device, and optimizers. Return those for the training loop."""
 
+    def _is_exchange(self, model: nn.Module) -> bool:
+        """Return whether the end of this backward of `model` waits until all ranks have reached it."""
+        return False
+
     def _row_tables(self) -> RowTables:
         """Return the store of the embeddings' rows."""
         return ReplicatedTables(self._ranks.group)
@@ -283,13 +299,18 @@ class Strategy(Closing, ABC):
             print(*values, **{"flush": True, **options})
 
     def report_progress(self, done: float | None = None, **metrics: Any) -> None:
-        """Show the progress of the training in the status of a Kubeflow TrainJob. No effect outside of Kubeflow.
+        """Show the progress of the training in the status of a Kubeflow TrainJob, and in the metrics of the run.
 
         `done` is the finished fraction of the training, from 0 to 1. `metrics` are numbers such as the loss. You can
-        call this method often: rank 0 sends the newest values every ten seconds.
+        call this method often: rank 0 sends the newest values to Kubeflow every ten seconds. Without Kubeflow and
+        without an option for metrics (``paceline run --metrics``), the method has no effect.
         """
         if self.status is not None and self.is_main:
             self.status.update(done, metrics)
+        if recording.recorder is not None:
+            for name, value in (metrics if done is None else {"done": done, **metrics}).items():
+                if isinstance(value, int | float):
+                    recording.recorder.set("paceline_reported_value", float(value), name)
 
     def save(self, directory: str | os.PathLike[str], **extra: Any) -> None:
         """Write a checkpoint, which any strategy and world size can load. Every rank must call this method.

@@ -246,6 +246,8 @@ class Loader:
         if strategy.embedder is not None:
             batches = self._prefetching(batches)
         with strategy.epoch(length):
+            if strategy.phases is not None:
+                batches = strategy.phases.batches(batches)
             for number, batch in enumerate(batches):
                 if strategy.snapshots is not None and not strategy.snapshots.is_repeating:
                     strategy.snapshots.save_if_due(strategy, number)

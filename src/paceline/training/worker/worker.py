@@ -14,18 +14,20 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from paceline.data import Dataset, open_spec
+from paceline.data import Batch, Dataset, open_spec
+from paceline.environment import environment
 from paceline.errors import DataError, LostRowsError, NoRoomError, PacelineError, PeerError, UsageError
 from paceline.models.base import KeyScratch, Minibatch, SparseModel, open_tables, summed_weight
 from paceline.models.proximal.columns import ColumnCollector, ExampleColumns
 from paceline.models.proximal.solver import BlockSolver
 from paceline.models.registry import read_model_settings
+from paceline.observe import recording
 from paceline.protocol.jobs import ALL_DONE, Job, Lease
 from paceline.ps import RULES, Client, SparseTable, Ticket, from_fields, messages
 from paceline.training.bad_data import plain_bad_lines
@@ -67,6 +69,7 @@ def run_worker(
 
     with Client.connect(transport, scheduler, rank=rank, timeout_s=timeout_s, on_notice=receive) as client:
         on_ready(client.rank)
+        recording.start(environment(), rank=client.rank)
         worker = Worker(client, expelled)
         number = 0
         while True:
@@ -130,6 +133,7 @@ class Worker:
                     self._solve_blocks(part)
                 else:
                     self._evaluate(part)
+                recording.flush()  # the launcher may kill this process after its last job
                 self.retire()
                 self._report_data(dataset)
         except (DataError, LostRowsError, NoRoomError, UsageError) as error:
@@ -157,7 +161,7 @@ class Worker:
             self._take_part()
             is_first = lease.epoch == 0
             num_before = 0
-            for minibatch, num_read in self._prepared.read(job, model, dataset, lease, self._scratch):
+            for minibatch, num_read in recording.steps(self._prepared.read(job, model, dataset, lease, self._scratch)):
                 if rates is not None:
                     rates.set_within(lease, num_before)
                 pipeline.feed(minibatch, num_read, is_first)
@@ -177,24 +181,28 @@ class Worker:
                 rates.set_within(lease)
 
         may_lease = True
-        while True:
-            while may_lease and shards.has_room:
-                lease = leases.next_nowait()
-                may_lease = lease is not None and lease.lease != ALL_DONE
-                if lease is not None and may_lease:
+
+        def read() -> Iterator[tuple[bool, Batch | None, int, list[Lease]]]:
+            nonlocal may_lease
+            while True:
+                while may_lease and shards.has_room:
+                    lease = leases.next_nowait()
+                    may_lease = lease is not None and lease.lease != ALL_DONE
+                    if lease is not None and may_lease:
+                        open_shard(lease)
+                        leases.prefetch()
+                if not shards:
+                    pipeline.drain()
+                    self.retire()
+                    lease = leases.wait_next()
+                    if lease.lease == ALL_DONE:
+                        return
+                    self._take_part()
                     open_shard(lease)
-                    leases.prefetch()
-            if not shards:
-                pipeline.drain()
-                self.retire()
-                lease = leases.wait_next()
-                if lease.lease == ALL_DONE:
-                    return
-                self._take_part()
-                open_shard(lease)
-                may_lease = True
-            is_first = shards.is_first_pass
-            batch, num_read, ended = shards.next_batch()
+                    may_lease = True
+                yield shards.is_first_pass, *shards.next_batch()
+
+        for is_first, batch, num_read, ended in recording.steps(read()):
             if batch is not None:
                 minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
                 pipeline.feed(minibatch, num_read, is_first)
@@ -395,11 +403,15 @@ class _Pipeline:
             return
         minibatch, num_read, is_first_pass, tickets = self._current
         self._current = None
-        gradients, loss = minibatch.gradients([ticket.result() for ticket in tickets])
+        weights = [ticket.result() for ticket in tickets]
+        with recording.phase("compute"):
+            gradients, loss = minibatch.gradients(weights)
         for number, keys in reversed(list(enumerate(minibatch.gradient_keys))):  # the first table ends the iteration
             if len(keys) or not number:
                 pushed = self._tables[number].push(keys, gradients[number], tick=not number, assume_unique=True)
         self._counters.examples += num_read
+        if recording.recorder is not None:
+            recording.recorder.add("paceline_examples_total", num_read)
         self._counters.weight += minibatch.summed_weight
         self._counters.loss += loss
         self._counters.positives += int(np.count_nonzero(minibatch.labels))

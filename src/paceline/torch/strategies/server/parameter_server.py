@@ -157,6 +157,10 @@ class ParameterServer(Strategy):
             for optimizer in optimizers
         ]
 
+    def _is_exchange(self, model: nn.Module) -> bool:
+        waits = self._is_sequential and self.world_size > 1 and not self._is_uneven
+        return waits and self.dense is not None and not self.dense.holds
+
     def _row_tables(self) -> RowTables:
         return ClusterTables(self.client, self._filters)
 

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import torch
 
 from paceline.errors import PacelineError, UsageError
+from paceline.observe import recording
 from paceline.ps import Client, Ticket
 from paceline.torch.strategies.server.dense_tables import Bucket
 from paceline.torch.strategies.server.staging import Staging
@@ -45,7 +46,7 @@ class PushPull:
         self._mark_stale(buckets)
         self._num_unacknowledged += 1
         self._jobs.put(lambda: self._tick_and_pull(buckets))
-        with self._changed:
+        with recording.waiting(), self._changed:
             self._changed.wait_for(lambda: not self._num_unacknowledged or self._failure is not None)
         self.raise_failure()
 
@@ -61,7 +62,7 @@ class PushPull:
 
     def wait(self, bucket: Bucket) -> None:
         if not bucket.is_current:
-            with self._changed:
+            with recording.waiting(), self._changed:
                 self._changed.wait_for(lambda: bucket.is_current or self._failure is not None)
             if not bucket.is_current:
                 self.raise_failure()

@@ -1,0 +1,57 @@
+"""Open the outputs for the metrics of a run, and the collector that feeds them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.errors import UsageError
+from paceline.observe.collector import Collector, MetricSink
+from paceline.observe.metrics import check_prometheus, exposition
+from paceline.observe.web import Page, WebRequest, WebServer
+
+
+@contextlib.contextmanager
+def open_outputs(
+    command: str, *, metrics: str | None = None, metrics_file: Path | None = None, tensorboard: Path | None = None
+) -> Iterator[Collector]:
+    """Collect metrics during the block for the given outputs, the options of the `command`.
+
+    `metrics` is the place of the HTTP server, ``PORT`` or ``HOST:PORT``. Raises UsageError for an output that is not
+    available, and AddressError for a port in use.
+    """
+    with contextlib.ExitStack() as stack:
+        sinks: list[MetricSink] = []
+        if metrics is not None:
+            check_prometheus()
+        if metrics_file is not None or tensorboard is not None:
+            from paceline.observe.files import MetricLines, TensorBoard
+
+            if metrics_file is not None:
+                with _naming("--metrics-file", metrics_file):
+                    sinks.append(MetricLines(metrics_file))
+            if tensorboard is not None:
+                with _naming("--tensorboard", tensorboard):
+                    sinks.append(TensorBoard(tensorboard))
+        collector = Collector(sinks, warn=lambda text: print(f"{command}: {text}", file=sys.stderr, flush=True))
+        stack.callback(collector.close)
+        if metrics is not None:
+            server = stack.enter_context(WebServer(metrics, "--metrics"))
+
+            def show_metrics(request: WebRequest) -> Page:
+                return Page(*exposition(collector.samples(), request.accept))
+
+            server.routes["/metrics"] = show_metrics
+            print(f"{command}: metrics at {server.address}/metrics", file=sys.stderr, flush=True)
+        collector.start()
+        yield collector
+
+
+@contextlib.contextmanager
+def _naming(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror or error}. Choose another path") from None

@@ -1,0 +1,245 @@
+"""Record metrics in a rank, and send them once a second to the launcher, which aggregates the ranks.
+
+Without a launcher that collects metrics, :data:`recorder` is None and nothing is recorded. A report is one datagram of
+a few kilobytes with the current values. So a lost report changes nothing, and a rank never waits for the launcher.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Final, TypeVar
+
+import msgspec
+from typing_extensions import override
+
+from paceline.closing import Closing
+from paceline.environment import Environment
+from paceline.observe.metrics import Labels, MetricValues, Value
+
+MAX_REPORT_BYTES: Final = 1 << 17
+REPORT_EVERY_S: Final = 1.0
+_MAX_ARRIVALS: Final = 256
+"""The ranks compare at most this many iterations a second."""
+_Batch = TypeVar("_Batch")
+
+
+class RankReport(msgspec.Struct, frozen=True, array_like=True):
+    """The current values of one rank's metrics, without the label ``rank``."""
+
+    rank: int
+    world_size: int
+    process: int
+    samples: dict[str, list[tuple[Labels, Value]]]
+    arrivals: tuple[tuple[int, float], ...] = ()
+    """Number and time of recent exchanges of gradients, at the moment when the rank was ready for the exchange."""
+
+
+class Recorder(Closing):
+    """The metrics of this process. Thread-safe; the phases are those of the thread that calls :meth:`begin_step`."""
+
+    def __init__(self, *, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rank, self._world_size, self._clock = rank, world_size, clock
+        self._lock = threading.Lock()
+        self._values = MetricValues()
+        self._seconds: dict[str, float] = {}
+        self._phase: str | None = None
+        self._since = 0.0
+        self._step_since: float | None = None
+        self._thread = 0
+        self._num_arrivals = 0
+        self._arrivals: list[tuple[int, float]] = []
+
+    def begin_step(self) -> None:
+        """Begin an iteration of the training loop with the phase ``data``. This ends the iteration before."""
+        with self._lock:
+            self._thread = threading.get_ident()
+            time_s = self._switch("data")
+            if self._step_since is not None:
+                self._values.observe("paceline_step_seconds", time_s - self._step_since)
+            self._step_since = time_s
+
+    def steps(self, batches: Iterator[_Batch]) -> Iterator[_Batch]:
+        """Yield the batches of a training loop. An iteration lasts from the request of a batch to the next request."""
+        try:
+            self.begin_step()
+            for batch in batches:
+                self.enter("other")
+                yield batch
+                self.begin_step()
+        finally:
+            self.end_loop()
+
+    def end_loop(self) -> None:
+        """End the training loop, so that its phases stop."""
+        with self._lock:
+            self._switch(None)
+            self._step_since = None
+
+    def enter(self, phase: str) -> str | None:
+        """Count the time from now on for `phase`, and return the phase before; None outside of the training loop."""
+        if self._phase is None or threading.get_ident() != self._thread:
+            return None
+        with self._lock:
+            before = self._phase
+            self._switch(phase)
+        return before
+
+    def arrive(self) -> None:
+        """Record that this rank is ready for the next exchange of gradients, for which all ranks wait."""
+        with self._lock:
+            self._num_arrivals += 1
+            if len(self._arrivals) < _MAX_ARRIVALS:
+                self._arrivals.append((self._num_arrivals, self._clock()))
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        """Add to a counter, whose label ``rank`` is left out here and in the following methods."""
+        with self._lock:
+            self._values.add(name, amount, *labels)
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        with self._lock:
+            self._values.set(name, value, *labels)
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Add a value to a histogram."""
+        with self._lock:
+            self._values.observe(name, value, *labels)
+
+    def report(self) -> RankReport:
+        """Return the current values, and the arrivals since the last report."""
+        with self._lock:
+            self._switch(self._phase)
+            for phase, seconds in self._seconds.items():
+                self._values.set("paceline_step_phase_seconds_total", seconds, phase)
+            arrivals, self._arrivals = tuple(self._arrivals), []
+            samples: dict[str, list[tuple[Labels, Value]]] = {
+                name: [(labels, list(value) if isinstance(value, list) else value) for labels, value in values.items()]
+                for name, values in self._values.samples.items()
+            }
+        return RankReport(self._rank, self._world_size, os.getpid(), samples, arrivals)
+
+    def _switch(self, phase: str | None) -> float:
+        time_s = self._clock()
+        if self._phase is not None:
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + time_s - self._since
+        self._phase, self._since = phase, time_s
+        return time_s
+
+
+class ReportSender(Closing):
+    """Sends a recorder's reports to a socket, in a thread, until it is closed."""
+
+    def __init__(self, recorder: Recorder, path: Path) -> None:
+        """Start the thread. `path` is the launcher's datagram socket."""
+        import psutil
+
+        self._recorder, self._path = recorder, path
+        self._process = psutil.Process()
+        self._closed = threading.Event()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REPORT_BYTES)
+        self._socket.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="paceline-metrics", daemon=True)
+        self._thread.start()
+
+    @override
+    def close(self) -> None:
+        """Send the last report."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.join()
+            self._socket.close()
+
+    def send(self) -> None:
+        """Send a report now. May be called from any thread."""
+        self._recorder.set("paceline_rank_memory_bytes", self._process.memory_info().rss)
+        with contextlib.suppress(OSError):  # the launcher has ended or is busy: the next report has all values
+            self._socket.sendto(msgspec.msgpack.encode(self._recorder.report()), str(self._path))
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._closed.wait(REPORT_EVERY_S)
+            self.send()
+
+
+recorder: Recorder | None = None
+"""The recorder of this process; None if no launcher collects metrics."""
+_sender: ReportSender | None = None
+_NOT_RECORDED: Final = contextlib.nullcontext()
+
+
+def start(settings: Environment, *, rank: int | None = None) -> Recorder | None:
+    """Start recording if the launcher collects metrics (``PACELINE_METRICS``). Return the process's recorder.
+
+    `rank` is the number of this process; default: the launcher's number. Later calls have no effect.
+    """
+    global recorder, _sender
+    if settings.metrics is not None and recorder is None:
+        rank = settings.rank or 0 if rank is None else rank
+        recorder = Recorder(rank=rank, world_size=settings.world_size or 1)
+        _sender = ReportSender(recorder, settings.metrics)
+        atexit.register(stop)
+    return recorder
+
+
+def stop() -> None:
+    """Send the last report, and stop recording. Idempotent."""
+    global recorder, _sender
+    sender, _sender, recorder = _sender, None, None
+    if sender is not None:
+        sender.close()
+
+
+def flush() -> None:
+    """Send a report now, because this process may be killed soon."""
+    if _sender is not None:
+        _sender.send()
+
+
+def steps(batches: Iterator[_Batch]) -> Iterator[_Batch]:
+    """See :meth:`Recorder.steps`."""
+    return batches if recorder is None else recorder.steps(batches)
+
+
+def _forget() -> None:
+    global recorder, _sender
+    recorder = _sender = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class _Phase:
+    def __init__(self, recorder: Recorder, phase: str) -> None:
+        self._recorder, self._phase = recorder, phase
+        self._before: str | None = None
+
+    def __enter__(self) -> None:
+        self._before = self._recorder.enter(self._phase)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            self._recorder.enter(self._before)
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Return a context that counts as this phase of the training loop. The phase before continues after it."""
+    return _NOT_RECORDED if recorder is None else _Phase(recorder, name)
+
+
+def waiting() -> AbstractContextManager[None]:
+    """Return a context in which the training loop waits for messages."""
+    return phase("communication")

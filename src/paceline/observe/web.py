@@ -1,0 +1,107 @@
+"""A small HTTP server for the figures of a run. It only answers GET requests, and has no effect on the run."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
+
+from typing_extensions import override
+
+from paceline.closing import Closing
+from paceline.errors import AddressError, UsageError
+
+_LOOPBACK: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class WebRequest:
+    """A request: the fields of its query, and its header Accept."""
+
+    query: Mapping[str, str]
+    accept: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """An answer."""
+
+    content: bytes
+    content_type: str
+    status: int = 200
+
+
+def parse_place(text: str, option: str) -> tuple[str, int]:
+    """Return host and port of ``PORT`` or ``HOST:PORT``; the default host is loopback. Raises UsageError."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise UsageError(f"{option} {text}: expected a port from 0 to 65535 (0: a free port), or HOST:PORT")
+    return host.strip("[]") or _LOOPBACK, int(port)
+
+
+class WebServer(Closing):
+    """Serves pages by path, in threads, until it is closed."""
+
+    def __init__(self, text: str, option: str) -> None:
+        """Listen on the place ``text`` of an option. Raises UsageError for an invalid place, AddressError if in use."""
+        self.routes: dict[str, Callable[[WebRequest], Page]] = {}
+        host, port = parse_place(text, option)
+        handler = type("_RoutedHandler", (_PageHandler,), {"pages": self.routes})
+        server_class = _ServerOverIPv6 if ":" in host else ThreadingHTTPServer
+        try:
+            self._server = server_class((host, port), handler)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise AddressError(
+                f"{option} {text}: cannot listen on {host}:{port}: {reason}. Choose another port, or 0 for a free one"
+            ) from None
+        self._server.daemon_threads = True
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"http://{shown}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="paceline-web", daemon=True
+        )
+        self._thread.start()
+
+    @override
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _ServerOverIPv6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
+class _PageHandler(BaseHTTPRequestHandler):
+    pages: Mapping[str, Callable[[WebRequest], Page]]
+    timeout = 10.0
+    """Seconds until a silent connection is closed."""
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        page = self.pages.get(url.path)
+        answer = (
+            _NOT_FOUND if page is None else page(WebRequest(dict(parse_qsl(url.query)), self.headers["Accept"] or ""))
+        )
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", _POLICY)
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    @override
+    def log_message(self, format: str, *values: Any) -> None:
+        """Print nothing."""
+
+
+_NOT_FOUND: Final = Page(b"no such page\n", "text/plain", 404)
+_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"

@@ -1,0 +1,94 @@
+"""The outputs of a collector: HTTP, JSON lines and TensorBoard, from a recorder's reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
+
+from paceline.environment import environment
+from paceline.errors import AddressError, UsageError
+from paceline.observe import recording
+from paceline.observe.outputs import open_outputs
+from paceline.observe.web import WebServer
+
+
+def read_scalars(directory: Path) -> dict[str, float]:
+    """Return the last value of each tag in a log directory of TensorBoard."""
+    [file] = directory.iterdir()
+    data = file.read_bytes()
+    found: dict[str, float] = {}
+    while data:
+        (size,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + size])
+        found |= {value.tag: value.simple_value for value in event.summary.value}
+        data = data[16 + size :]
+    return found
+
+
+def get(address: str, accept: str = "*/*") -> tuple[int, str]:
+    request = urllib.request.Request(address, headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_reports_reach_every_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, board = tmp_path / "metrics.jsonl", tmp_path / "board"
+    with open_outputs("test", metrics="0", metrics_file=file, tensorboard=board):
+        recorder = recording.start(environment({**os.environ, "RANK": "3", "WORLD_SIZE": "4"}))
+        assert recorder is not None
+        assert recording.start(environment()) is recorder
+        recorder.add("paceline_examples_total", 7)
+        recorder.observe("paceline_step_seconds", 0.5)
+        address = capsys.readouterr().err.split()[-1]
+        recording.stop()
+        for _ in range(100):
+            status, text = get(address)
+            assert status == 200
+            if "paceline_examples_total" in text:
+                break
+        assert 'paceline_examples_total{rank="3"} 7.0' in text
+        assert get(address, "application/openmetrics-text")[1].endswith("# EOF\n")
+        assert get(address.replace("/metrics", "/other"))[0] == 404
+    assert "PACELINE_METRICS" not in os.environ
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines[-1]["metrics"]["paceline_examples_total"] == [{"rank": "3", "value": 7.0}]
+    assert lines[-1]["metrics"]["paceline_rank_memory_bytes"][0]["value"] > 1e6
+    scalars = read_scalars(board)
+    assert scalars["paceline_step_seconds/rank_3/mean"] == pytest.approx(0.5)
+    assert scalars["paceline_examples_total/rank_3/per_second"] > 0
+    assert scalars["paceline_rank_memory_bytes/rank_3"] > 1e6
+    with pytest.raises(urllib.error.URLError):
+        get(address)
+
+
+def test_wrong_outputs(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        with pytest.raises(AddressError, match=rf"--metrics {port}: cannot listen on 127.0.0.1:{port}: .* in use"):
+            WebServer(str(port), "--metrics")
+    for place in ("70000", "port", "host:", "1.5", ""):
+        with pytest.raises(UsageError, match="expected a port"):
+            WebServer(place, "--metrics")
+    with (
+        pytest.raises(UsageError, match=r"--metrics-file .*: No such file"),
+        open_outputs("test", metrics_file=tmp_path / "none" / "file"),
+    ):
+        pass
+
+
+def test_a_full_disk_ends_only_its_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_outputs("test", metrics_file=Path("/dev/full")) as collector:
+        collector.add_event("event")
+    assert "test: cannot write metrics: " in capsys.readouterr().err

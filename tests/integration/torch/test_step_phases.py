@@ -1,0 +1,82 @@
+"""The phases of a training loop, recorded by hooks of the model and the optimizer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.observe.recording import Recorder
+from paceline.torch.strategies.step_phases import StepPhases, num_examples, tensors_in
+
+PAUSE_S = 0.02
+
+
+class _Slow(torch.autograd.Function):
+    """Sleeps during forward and twice as long during backward."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        time.sleep(PAUSE_S)
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * PAUSE_S)
+        return gradient
+
+
+class SlowModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, batch: torch.Tensor) -> dict[str, Any]:
+        return {"outputs": [_Slow.apply(self.linear(batch))], "size": len(batch)}
+
+
+class SlowOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(3 * PAUSE_S)
+        return super().step(closure)
+
+
+def batches() -> Any:
+    for _ in range(2):
+        time.sleep(4 * PAUSE_S)
+        yield torch.randn(8, 4), torch.randn(8, 1)
+
+
+def test_phases_of_a_loop() -> None:
+    recorder = Recorder(rank=0, world_size=1)
+    phases = StepPhases(recorder, lambda model: isinstance(model, SlowModel))
+    model = SlowModel()
+    optimizer = SlowOptimizer(model.parameters(), lr=0.1)
+    phases.watch([model], [optimizer])
+    for inputs, targets in phases.batches(batches()):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs)["outputs"][0], targets).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(inputs)  # an evaluation is no forward of the training
+    report = recorder.report()
+    seconds = {labels[0]: value for labels, value in report.samples["paceline_step_phase_seconds_total"]}
+    for phase, pauses in (("data", 8), ("forward", 2), ("backward", 4), ("optimizer", 6), ("other", 2)):
+        assert seconds[phase] == pytest.approx(pauses * PAUSE_S, rel=0.5, abs=PAUSE_S / 2), phase
+        assert seconds[phase] >= pauses * PAUSE_S, phase  # type: ignore[operator]
+    assert seconds["communication"] < PAUSE_S  # type: ignore[operator]
+    assert report.samples["paceline_examples_total"] == [((), 16)]
+    [(_, step)] = report.samples["paceline_step_seconds"]
+    assert isinstance(step, list)
+    assert step[0] == pytest.approx(sum(seconds.values()), rel=0.05)  # type: ignore[arg-type]
+    assert [number for number, _ in report.arrivals] == [1, 2]
+
+
+def test_tensors_and_examples_of_a_batch() -> None:
+    batch = {"name": "text", "parts": [(torch.zeros(3, 2), torch.zeros(1))]}
+    assert [tensor.shape[0] for tensor in tensors_in(batch)] == [3, 1]
+    assert num_examples(batch) == 3
+    assert num_examples("text") == num_examples(torch.tensor(1.0)) == 1

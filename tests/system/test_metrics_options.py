@@ -1,0 +1,195 @@
+"""``--metrics``, ``--metrics-file`` and ``--tensorboard`` of ``paceline run``, ``train`` and ``scheduler``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse
+from tests.warm.processes import RANKS
+
+from .running import Commands, Running
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import torch
+from torch import nn
+import paceline.torch as pt
+strategy = pt.strategy()
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(160, 8), torch.randn(160, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+model, optimizer = nn.Linear(8, 1), None
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    if strategy.rank == 1:
+        time.sleep(0.02)
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    strategy.report_progress(loss=loss.item())
+if len(sys.argv) > 1 and strategy.is_main:
+    print("trained", flush=True)
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+strategy.barrier()
+strategy.close()
+"""
+
+
+def read_lines(file: Path) -> dict[str, dict[tuple[str, ...], Any]]:
+    """Return the last line of a metrics file: values by name and labels, and for histograms their counts."""
+    last = json.loads(file.read_text().splitlines()[-1])
+    found: dict[str, dict[tuple[str, ...], Any]] = {}
+    for name, entries in last["metrics"].items():
+        for entry in entries:
+            labels = tuple(value for key, value in entry.items() if key not in ("value", "sum", "count", "buckets"))
+            found.setdefault(name, {})[labels] = entry.get("value", entry.get("count"))
+    return found
+
+
+def scrape(running: Running) -> dict[str, dict[tuple[str, ...], float]]:
+    """Return the values that a running command serves."""
+    with urllib.request.urlopen(running.wait_line("metrics at ").split()[-1], timeout=30) as answer:
+        text = answer.read().decode()
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in parse(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return found
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server"])
+def test_metrics_of_a_run(paceline: Commands, script: Path, tmp_path: Path, strategy: str) -> None:
+    file, done = tmp_path / "metrics.jsonl", tmp_path / "done"
+    run: list[str | Path] = [
+        "run",
+        "--strategy",
+        strategy,
+        "--nproc-per-node",
+        "2",
+        "--metrics",
+        "0",
+        "--metrics-file",
+        file,
+    ]
+    paceline.environment[RANKS] = "torch"
+    running = paceline.start(*run, script, done)
+    running.wait_line("trained")
+    for rank in ("0", "1"):
+        wait_value(running, "paceline_examples_total", (rank,), 80)
+    if strategy == "parameter-server":
+        wait_value(running, "paceline_members", ("workers",), 2)
+    done.touch()
+    assert running.wait().status == 0
+    found = read_lines(file)
+    assert found["paceline_examples_total"] == {("0",): 80, ("1",): 80}
+    assert found["paceline_step_seconds"] == {("0",): 10, ("1",): 10}
+    seconds = found["paceline_step_phase_seconds_total"]
+    assert seconds["1", "other"] >= 0.2  # the pauses of rank 1
+    assert sum(seconds["0", phase] for phase in ("communication", "optimizer")) > 0.1  # rank 0 waits for rank 1
+    assert found["paceline_wait_seconds_total"]["0", "1"] == pytest.approx(0.2, rel=0.75)
+    assert found["paceline_wait_seconds_total"].get(("1", "0"), 0.0) < 0.1
+    assert found["paceline_reported_value"]["0", "loss"] > 0
+    if strategy == "all-reduce":
+        assert found["paceline_collective_seconds"]["0", "all_reduce", "shared"] >= 10
+        assert "paceline_server_rows" not in found
+    else:
+        [(server, table)] = found["paceline_server_rows"]
+        assert server == "0"
+        assert found["paceline_server_pushes_total"][server, table] >= 20
+        assert found["paceline_table_request_seconds"]["1", "push"] >= 10
+        assert found["paceline_members"] == {("servers",): 1, ("workers",): 0}  # both ranks have left
+        assert found["paceline_staleness_pushes"][server, table] >= 20
+        assert found["paceline_server_memory_bytes"][server,] > 1e6
+
+
+@pytest.mark.slow
+def test_metrics_of_a_training(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    file, board = tmp_path / "metrics.jsonl", tmp_path / "board"
+    train: list[str | Path] = [
+        "train",
+        click_log[0],
+        "--epochs",
+        "2",
+        "--workers",
+        "2",
+        "--metrics-file",
+        file,
+        "--tensorboard",
+        board,
+    ]
+    result = paceline.succeed(*train, "--filters", "key-caching,zstd", "--json", "-q").json
+    found = read_lines(file)
+    examples = result["examples"]
+    assert found["paceline_training_examples_total"] == {(): examples}
+    assert sum(found["paceline_examples_total"].values()) == examples
+    phases = {phase for _, phase in found["paceline_step_phase_seconds_total"]}
+    assert phases >= {"data", "compute", "communication"}
+    assert 0 < found["paceline_training_loss"][()] < 1
+    assert found["paceline_training_done_ratio"] == {(): 1.0}
+    filtered = {form: value for (rank, _, form), value in found["paceline_filter_bytes_total"].items() if rank == "0"}
+    assert 0 < filtered["sent"] < filtered["plain"]
+    assert os.listdir(board)
+
+
+@pytest.mark.slow
+def test_metrics_of_a_cluster(paceline: Commands, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    arguments: list[str | Path] = [
+        "scheduler",
+        "--port",
+        "0",
+        "--servers",
+        "2",
+        "--replicas",
+        "1",
+        "--token-file",
+        token,
+    ]
+    scheduler = paceline.start(*arguments, "--metrics", "0")
+    address = scheduler.wait_line("listening on ").split()[-1]
+    joining: list[str | Path] = ["--scheduler", address.removeprefix("tcp://"), "--token-file", token]
+    servers = [paceline.start("server", *joining) for _ in range(2)]
+    servers[1].wait_line("listening on ")
+    wait_value(scheduler, "paceline_members", ("servers",), 2)
+    assert scrape(scheduler)["paceline_failovers_total"] == {(): 0}
+    servers[1].kill()
+    wait_value(scheduler, "paceline_members", ("servers",), 1)
+    wait_value(scheduler, "paceline_failovers_total", (), 1)
+    scheduler.signal(signal.SIGINT)
+    assert scheduler.wait().status == 0
+
+
+def wait_value(running: Running, name: str, labels: tuple[str, ...], expected: float) -> None:
+    until = time.monotonic() + 60
+    while (found := scrape(running).get(name, {}).get(labels)) != expected:
+        assert time.monotonic() < until, (name, found)
+        time.sleep(0.1)
+
+
+def test_a_port_in_use(paceline: Commands, script: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        failed = paceline.run("run", "--metrics", str(port), script)
+    assert failed.status == 1
+    assert failed.err.count("\n") == 1
+    assert f"--metrics {port}: cannot listen on 127.0.0.1:{port}: Address already in use" in failed.err

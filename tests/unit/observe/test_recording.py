@@ -1,0 +1,132 @@
+"""The recorder of a rank: phases of the training loop, and reports."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from paceline.observe import recording
+from paceline.observe.collector import Collector, ExchangeTimes
+from paceline.observe.metrics import Samples
+from paceline.observe.recording import RankReport, Recorder
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time_s = 100.0
+
+    def __call__(self) -> float:
+        return self.time_s
+
+
+def samples_of(recorder: Recorder) -> Samples:
+    return {name: dict(values) for name, values in recorder.report().samples.items()}
+
+
+def phases_of(recorder: Recorder) -> dict[str, float]:
+    found = samples_of(recorder).get("paceline_step_phase_seconds_total", {})
+    return {labels[0]: value for labels, value in found.items() if isinstance(value, float) and value}
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def recorder(clock: Clock) -> Recorder:
+    return Recorder(rank=1, world_size=2, clock=clock)
+
+
+def test_phases_take_the_whole_time_of_the_loop(recorder: Recorder, clock: Clock) -> None:
+    def batches():  # type: ignore[no-untyped-def]
+        for number in range(2):
+            clock.time_s += 1.0
+            yield number
+
+    for _ in recorder.steps(batches()):
+        clock.time_s += 2.0
+        assert recorder.enter("forward") == "other"
+        clock.time_s += 4.0
+        before = recorder.enter("communication")
+        assert before == "forward"
+        clock.time_s += 8.0
+        assert recorder.enter(before) == "communication"
+        clock.time_s += 16.0
+    clock.time_s += 1000.0  # outside of the loop
+    assert recorder.enter("optimizer") is None
+    clock.time_s += 1000.0
+    assert phases_of(recorder) == {"data": 2.0, "other": 4.0, "forward": 40.0, "communication": 16.0}
+    [step] = samples_of(recorder)["paceline_step_seconds"].values()
+    assert isinstance(step, list)
+    assert (step[0], sum(step[1:])) == (62.0, 2)
+
+
+def test_a_report_includes_the_running_phase(recorder: Recorder, clock: Clock) -> None:
+    recorder.begin_step()
+    clock.time_s += 3.0
+    assert phases_of(recorder) == {"data": 3.0}
+    clock.time_s += 2.0
+    assert phases_of(recorder) == {"data": 5.0}
+    recorder.enter("forward")
+    assert phases_of(recorder) == {"data": 5.0}
+
+
+def test_a_loop_that_the_program_leaves_ends(recorder: Recorder, clock: Clock) -> None:
+    for _ in recorder.steps(iter([1, 2])):
+        break
+    clock.time_s += 5.0
+    assert phases_of(recorder) == {}
+
+
+def test_other_threads_do_not_change_the_phase(recorder: Recorder, clock: Clock) -> None:
+    recorder.begin_step()
+    thread = threading.Thread(target=recorder.enter, args=("communication",))
+    thread.start()
+    thread.join()
+    clock.time_s += 1.0
+    assert phases_of(recorder) == {"data": 1.0}
+
+
+def test_nothing_is_recorded_without_a_launcher() -> None:
+    assert recording.recorder is None
+    batches = iter([1])
+    assert recording.steps(batches) is batches
+    with recording.waiting():
+        pass
+    recording.flush()
+
+
+def test_waits_for_the_last_rank() -> None:
+    times = ExchangeTimes()
+
+    def report(rank: int, *arrivals: tuple[int, float]) -> RankReport:
+        return RankReport(rank, 3, 0, {}, arrivals)
+
+    assert list(times.add(report(0, (1, 10.0), (2, 20.0)))) == []
+    assert list(times.add(report(1, (1, 12.0)))) == []
+    assert sorted(times.add(report(2, (1, 11.0), (2, 21.0)))) == [(0, 1, 2.0), (2, 1, 1.0)]
+    assert sorted(times.add(report(1, (2, 20.5)))) == [(0, 2, 1.0), (1, 2, 0.5)]
+
+
+def test_a_collector_adds_ranks_and_drops_malformed_reports(recorder: Recorder, clock: Clock) -> None:
+    collector = Collector(clock=clock)
+    recorder.add("paceline_examples_total", 5)
+    recorder.observe("paceline_collective_seconds", 0.25, "all_reduce", "shared")
+    collector.receive(msgspec.msgpack.encode(recorder.report()))
+    malformed = RankReport(2, 2, 0, {"paceline_examples_total": [(("too", "many"), 1.0)], "unknown": [((), 1.0)]})
+    collector.receive(msgspec.msgpack.encode(malformed))
+    for datagram in (b"", b"\xff" * 20, msgspec.msgpack.encode(["text"]), msgspec.msgpack.encode([-1, 2, 0, {}])):
+        collector.receive(datagram)
+    clock.time_s += 4.0
+    samples = collector.samples()
+    assert samples["paceline_examples_total"] == {("1",): 5.0}
+    [(labels, histogram)] = samples["paceline_collective_seconds"].items()
+    assert labels == ("1", "all_reduce", "shared")
+    assert isinstance(histogram, list)
+    assert histogram[0] == 0.25
+    assert samples["paceline_rank_last_seen_seconds"] == {("1",): 4.0, ("2",): 4.0}
+    assert "unknown" not in samples
+    assert [text for _, text in collector.events] == [f"rank {rank} reports for the first time" for rank in (1, 2)]
