@@ -54,7 +54,7 @@ class StepPhases:
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._begin_backward(model))
+                    tensor.register_hook(lambda gradient: self._begin_backward(model))  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, model: nn.Module) -> None:
         backward = torch._C._current_graph_task_id()
