@@ -97,6 +97,10 @@ class Environment:
     """``PACELINE_SNAPSHOT_DIR``: directory of the snapshots of a training loop, from which it continues."""
     snapshot_every: str | None = None
     """``PACELINE_SNAPSHOT_EVERY``: time between two snapshots, such as ``5m``."""
+    profile: Path | None = None
+    """``PACELINE_PROFILE``: directory for the measured steps of a script, set by ``paceline explain``."""
+    profile_steps: int | None = None
+    """``PACELINE_PROFILE_STEPS``: number of steps to measure, set by ``paceline compare``."""
     incarnation: int | None = None
     """``PACELINE_INCARNATION``: unique number of this process in an elastic training, set by ``paceline run``."""
     horovod_fusion_threshold: int | None = None
@@ -210,6 +214,8 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         strategy_options=found.get("PACELINE_STRATEGY_OPTIONS") or None,
         snapshot_dir=_path(found, "PACELINE_SNAPSHOT_DIR"),
         snapshot_every=found.get("PACELINE_SNAPSHOT_EVERY") or None,
+        profile=_path(found, "PACELINE_PROFILE"),
+        profile_steps=_integer(found, "PACELINE_PROFILE_STEPS", 1),
         incarnation=_integer(found, "PACELINE_INCARNATION"),
         horovod_fusion_threshold=_integer(found, "HOROVOD_FUSION_THRESHOLD"),
         horovod_cache_capacity=_integer(found, "HOROVOD_CACHE_CAPACITY"),

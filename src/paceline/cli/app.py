@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from paceline.launch.run.options import RunOptions
+from paceline.launch.run.options import AUTO, RunOptions
 from paceline.version import __version__
 
-from . import bench, data, horovodrun, manifests, model, roles, train
+from . import bench, data, horovodrun, manifests, model, planning, roles, train
 from .parameters import PanelCommand, expand_flags
 
 _RUN_CONTEXT = {
@@ -29,6 +29,8 @@ def run(options: RunOptions) -> None:
 
     Example: paceline run --strategy pipeline --stages 2 train.py
 
+    Example: paceline run --strategy auto --nproc-per-node 2 train.py
+
     Example: paceline run --strategy sharded --nproc-per-node 4 train.py
 
     Example: paceline run --hosts a:4,b:4 train.py
@@ -39,6 +41,8 @@ def run(options: RunOptions) -> None:
     """
     from paceline.launch import run_on_engine, run_script
 
+    if options.strategy == AUTO:
+        options = planning.choose(options)
     has_engine = options.engine.on is not None or options.engine.hosts is not None
     raise typer.Exit(run_on_engine(options) if has_engine else run_script(options))
 
@@ -58,6 +62,8 @@ app.command("convert", no_args_is_help=True)(data.convert)
 app.command("predict", no_args_is_help=True)(model.predict)
 app.command("inspect", no_args_is_help=True)(model.inspect)
 app.command("run", cls=PanelCommand, no_args_is_help=True, context_settings=_RUN_CONTEXT)(run)
+app.command("explain", no_args_is_help=True, context_settings=_RUN_CONTEXT)(planning.explain)
+app.command("compare", no_args_is_help=True, context_settings=_RUN_CONTEXT)(planning.compare)
 app.command("horovodrun", cls=PanelCommand, no_args_is_help=True, context_settings=_RUN_CONTEXT)(horovodrun.horovodrun)
 app.command("serve", no_args_is_help=True)(model.serve)
 app.command("scheduler")(roles.scheduler)

@@ -10,6 +10,8 @@ from paceline.launch.engines.options import EngineFlags
 from paceline.launch.flags import RENDEZVOUS_PORT, FilterModuleFlags, MemoryFlags, ObserveFlags, PushFlags, TLSFlags
 from paceline.strategies import STRATEGIES, StrategyFlags
 
+AUTO = "auto"
+"""The name with which ``paceline run`` chooses the strategy."""
 _COMMON, _SERVERS, _FAILURES, _MACHINES = "Common options", "Servers and traffic", "Failures", "Several machines"
 
 
@@ -20,7 +22,7 @@ class RunOptions:
     script: str | None = argument("Script to run (with -m: module).", show_default=False)
     arguments: list[str] | None = argument("Arguments of the script, passed unchanged.", show_default=False)
     strategy: str | None = option(
-        f"{', '.join([*STRATEGIES][:-1])} or {[*STRATEGIES][-1]}. "
+        f"{', '.join(STRATEGIES)} or {AUTO} (the fastest by prediction, as in 'paceline explain'). "
         "Default: hybrid with --servers, else all-reduce for several processes, else one-device.",
         panel=_COMMON,
     )

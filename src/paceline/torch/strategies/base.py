@@ -33,6 +33,7 @@ from paceline.torch.strategies.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from paceline.observe.kubeflow import KubeflowStatus
+    from paceline.torch.strategies.profiling import StepProfiler
     from paceline.torch.strategies.step_phases import StepPhases
 
 
@@ -80,6 +81,8 @@ class Strategy(Closing, ABC):
         """The objects of :meth:`register_state`."""
         self.snapshots: Snapshots | None = None
         """Saves the training at regular times; None without ``snapshot_dir`` of :func:`paceline.torch.strategy`."""
+        self.profiler: StepProfiler | None = None
+        """Measures the steps of the program and then ends it; None without ``PACELINE_PROFILE``."""
         self.status: KubeflowStatus | None = None
         """Sends the main rank's progress to Kubeflow; None outside of a Kubeflow TrainJob."""
         self.phases: StepPhases | None = None
@@ -113,8 +116,12 @@ class Strategy(Closing, ABC):
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank prints and writes: rank 0, except while the loop repeats the epochs before a snapshot."""
-        return self.rank == 0 and (self.snapshots is None or not self.snapshots.is_repeating)
+        """Whether this rank prints and writes: rank 0, except while the loop repeats the epochs before a snapshot.
+
+        While ``paceline explain`` or ``paceline compare`` measures the program, no rank prints and writes.
+        """
+        is_repeating = self.snapshots is not None and self.snapshots.is_repeating
+        return self.rank == 0 and not is_repeating and self.profiler is None
 
     @property
     def data_place(self) -> tuple[int, int]:

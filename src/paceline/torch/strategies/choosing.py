@@ -104,6 +104,10 @@ def strategy(
     kind = class_of(spec)
     created = kind(**_options_of(kind, options))
     created.snapshots = snapshots
+    if settings.profile is not None:
+        from paceline.torch.strategies.profiling import StepProfiler
+
+        created.profiler = StepProfiler(created, settings.profile, settings.profile_steps)
     if settings.status_url is not None:
         from paceline.observe.kubeflow import KubeflowStatus  # here, because paceline.observe imports rich
 

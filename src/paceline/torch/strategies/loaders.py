@@ -245,6 +245,8 @@ class Loader:
             batches = self._at_least_one(batches)
         if strategy.embedder is not None:
             batches = self._prefetching(batches)
+        if strategy.profiler is not None:
+            batches = strategy.profiler.watch(batches)
         with strategy.epoch(length):
             if strategy.phases is not None:
                 batches = strategy.phases.batches(batches)

@@ -1,0 +1,74 @@
+"""Predict and compare the strategies for a script: ``paceline explain`` and ``paceline compare``."""
+
+from __future__ import annotations
+
+import json as json_module
+from functools import partial
+
+import typer
+
+from paceline.launch.run.options import RunOptions
+from paceline.planning.options import CompareOptions, ExplainOptions
+
+from .parameters import expand_flags
+
+
+@expand_flags
+def explain(options: ExplainOptions) -> None:
+    """Predict the speed of a PyTorch script under each strategy, and explain the prediction.
+
+    Runs the script for a few dozen steps without communication, and predicts its steps on the nodes that you describe.
+    The first use measures this machine, which takes one or two minutes.
+
+    Example: paceline explain train.py --epochs 3
+
+    Example: paceline explain --nodes 8 --link 1Gbit --latency 50us train.py
+    """
+    from rich.console import Console
+
+    from paceline.bench.progress import BenchProgress
+    from paceline.planning import explaining, predictions
+
+    with BenchProgress() as progress:
+        command, situation = explaining.measure_situation(options, progress.show)
+    found = predictions.predict_all(situation)
+    measured = explaining.measured_steps(command, situation, [prediction.contender.label for prediction in found])
+    if options.json:
+        typer.echo(json_module.dumps(explaining.as_json(situation, found, measured)))
+    else:
+        explaining.show_explanation(Console(highlight=False), situation, found, measured)
+
+
+@expand_flags
+def compare(options: CompareOptions) -> None:
+    """Run a PyTorch script under several strategies on this machine, and compare predictions with measurements.
+
+    Each strategy runs for --steps steps. 'paceline explain' shows the results too.
+
+    Example: paceline compare --strategies all-reduce,parameter-server:bounded:4 train.py
+    """
+    from rich.console import Console
+
+    from paceline.bench.progress import BenchProgress
+    from paceline.planning import comparing
+
+    comparisons = []
+    with BenchProgress() as progress:
+        for comparison in comparing.compare(options, progress.show):
+            comparisons.append(comparison)
+            if options.json:
+                line = json_module.dumps(comparing.comparison_as_json(comparison))
+                progress.aside(partial(typer.echo, line))
+    if not options.json:
+        comparing.show_comparisons(Console(highlight=False), comparisons)
+
+
+def choose(options: RunOptions) -> RunOptions:
+    """Return the options of ``paceline run --strategy auto`` with a strategy, and print the reason of the choice."""
+    from paceline.bench.progress import BenchProgress
+    from paceline.planning.explaining import choose_options
+
+    with BenchProgress() as progress:
+        chosen, reason = choose_options(options, progress.show)
+    typer.echo(f"paceline run: {reason}", err=True)
+    return chosen

@@ -1,0 +1,176 @@
+"""Measure the costs of this machine: collectives, sockets, and the strategies' own work. The results are stored.
+
+Each strategy trains three synthetic perceptrons. The costs per step, per parameter and per byte are those for which the
+prediction equals the measurement.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from paceline.bench.collectives import BenchPlan, bench_collectives
+from paceline.environment import num_cores
+from paceline.planning.links import Curve, Machine, StrategyCost
+from paceline.planning.plays import ClusterShape
+from paceline.planning.predictions import Contender, Situation, predict_step
+from paceline.planning.scripts import MeasuredCommand, measured_step_s
+from paceline.strategies.profile import ModelProfile
+from paceline.transport import register_type
+from paceline.version import __version__
+
+_MODULE: Final = "paceline.torch.calibration"
+_SIZES: Final = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 25)
+_SOCKET_BYTES: Final = 1 << 22
+_STEPS: Final = 60
+_COSTS: Final = (("step_s", "few"), ("parameter_s", "many"), ("byte_s", "large"))
+"""Each cost, and the model from which it is computed."""
+_CONTENDERS: Final = {
+    "all-reduce": Contender(strategy="all-reduce"),
+    "parameter-server": Contender(strategy="parameter-server", consistency="sequential", servers=1),
+    "parameter-server:eventual": Contender(strategy="parameter-server", consistency="eventual", servers=1),
+    "sharded": Contender(strategy="sharded"),
+}
+_HALVINGS: Final = 40
+_MOST_RESULTS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMachine:
+    """The file with a machine's costs."""
+
+    version: str
+    host: str
+    machine: Machine
+
+
+@dataclass(slots=True)
+class StoredResults:
+    """The file with the measured steps of ``paceline compare``, in seconds, by script, number of ranks and strategy."""
+
+    steps_s: dict[str, float] = field(default_factory=dict)
+
+
+def folder() -> Path:
+    """Return the folder of the stored measurements: ``~/.cache/paceline``."""
+    return Path.home() / ".cache" / "paceline"
+
+
+def load_machine(ranks_per_node: int) -> Machine | None:
+    """Return the stored costs of this machine for this number of ranks; None if they are not measured yet."""
+    try:
+        stored = msgspec.json.decode(_machine_file(ranks_per_node).read_bytes(), type=register_type(StoredMachine))
+    except (OSError, RuntimeError, msgspec.MsgspecError):
+        return None
+    is_same = (stored.version, stored.host, stored.machine.num_cores) == (__version__, platform.node(), num_cores())
+    return stored.machine if is_same else None
+
+
+def measure_machine(ranks_per_node: int, show: Callable[[str], None]) -> Machine:
+    """Measure this machine with this number of ranks, and store the result. `show` receives the current step."""
+    machine = _measure_messages(ranks_per_node, show)
+    if ranks_per_node > 1:
+        machine = _measure_strategies(machine, show)
+    stored = StoredMachine(version=__version__, host=platform.node(), machine=machine)
+    _write(_machine_file(ranks_per_node), msgspec.json.encode(stored))
+    return machine
+
+
+def _measure_messages(ranks: int, show: Callable[[str], None]) -> Machine:
+    curve = Curve(((1, 0.0),))
+    if ranks > 1:
+        show("measuring all-reduce in shared memory ...")
+        curve = Curve(tuple(_all_reduce_times(BenchPlan(ranks=ranks, sizes=_SIZES, peers=("paceline",)))))
+    show("measuring messages through sockets ...")
+    plan = BenchPlan(ranks=2, sizes=(_SOCKET_BYTES,), peers=("paceline",), algorithm="ring")
+    ((num_bytes, seconds),) = _all_reduce_times(plan)
+    return Machine(
+        num_cores=num_cores(),
+        ranks_per_node=ranks,
+        all_reduce=curve,
+        socket_s_per_byte=seconds / (2 * num_bytes),
+    )
+
+
+def _all_reduce_times(plan: BenchPlan) -> list[tuple[int, float]]:
+    return [(measured.bytes, measured.median_us / 1e6) for (measured, *_) in bench_collectives(plan)]
+
+
+def _measure_strategies(machine: Machine, show: Callable[[str], None]) -> Machine:
+    ranks = machine.ranks_per_node
+    profiles: dict[str, ModelProfile] = {}
+    steps_s: dict[tuple[str, str], float] = {}
+    commands = {model: MeasuredCommand(_MODULE, (model,), is_module=True) for _, model in _COSTS}
+    for model, command in commands.items():
+        show(f"measuring a perceptron with {model} parameters, without communication ...")
+        profiles[model] = command.profile(ranks, max(machine.num_cores // ranks, 1))
+        for name, contender in _CONTENDERS.items():
+            show(f"measuring a perceptron with {model} parameters under {name} ...")
+            steps_s[name, model] = measured_step_s(command.record(contender, ranks, _STEPS))
+    for name in _CONTENDERS:
+        machine = fit_cost(machine, name, profiles, {model: steps_s[name, model] for model in profiles})
+    return machine
+
+
+def fit_cost(machine: Machine, name: str, profiles: dict[str, ModelProfile], steps_s: dict[str, float]) -> Machine:
+    """Return the machine with the costs of a strategy for which predictions equal the measured steps.
+
+    The keys of `profiles` and `steps_s` are the models ``few``, ``many`` and ``large``. A cost is 0 if the prediction
+    without it is too long. Pure.
+    """
+    contender, shape = _CONTENDERS[name], ClusterShape(ranks_per_node=machine.ranks_per_node)
+
+    def predicted_s(cost: StrategyCost, model: str) -> float:
+        changed = replace(machine, costs={**machine.costs, name: cost})
+        profile = profiles[model]
+        situation = Situation(profile=profile, alone=profile, machine=changed, shape=shape)
+        return predict_step(situation, contender).step_s
+
+    cost = StrategyCost()
+    for _ in range(2):  # twice, because each cost changes the prediction of the other models a little
+        for part, model in _COSTS:
+            low, high = 0.0, steps_s[model]
+            for _ in range(_HALVINGS):
+                middle = (low + high) / 2
+                is_short = predicted_s(replace(cost, **{part: middle}), model) < steps_s[model]
+                low, high = (middle, high) if is_short else (low, middle)
+            cost = replace(cost, **{part: low})
+    return replace(machine, costs={**machine.costs, name: cost})
+
+
+def _machine_file(ranks: int) -> Path:
+    return folder() / f"machine-{num_cores()}-cores-{ranks}-ranks.json"
+
+
+def load_results() -> StoredResults:
+    """Return the results of former comparisons."""
+    try:
+        return msgspec.json.decode((folder() / "compared.json").read_bytes(), type=register_type(StoredResults))
+    except (OSError, RuntimeError, msgspec.MsgspecError):
+        return StoredResults()
+
+
+def store_results(results: StoredResults) -> None:
+    """Store the newest results."""
+    newest = list(results.steps_s.items())[-_MOST_RESULTS:]
+    _write(folder() / "compared.json", msgspec.json.encode(StoredResults(dict(newest))))
+
+
+def key_of(command: MeasuredCommand, ranks: int, label: str) -> str:
+    """Return the key of a result."""
+    return f"{command.name} | {ranks} ranks | {label}"
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        pass  # the next command measures again

@@ -1,0 +1,155 @@
+"""Describe the machines and their network, and predict the time of collectives between them. Pure."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+from paceline.collectives.schedules import ALGORITHMS, LinkCost, predict
+from paceline.errors import UsageError
+from paceline.planning.formulas import ring_s
+
+_SPEED: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(?:bit|bps)(?:/s)?", re.IGNORECASE)
+_LATENCY: Final = re.compile(r"(\d+(?:\.\d+)?) ?(us|µs|ms|s)")
+_SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_MOST_BITS_PER_S: Final = 1e14
+_MOST_LATENCY_S: Final = 10.0
+_MOST_PLAYED: Final = 8
+"""Schedules of more nodes are not played, because that would take minutes. Closed formulas give the same time."""
+_PIECES: Final = 16
+_LEAST_RATIO: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLink:
+    """The network connection of each node."""
+
+    bytes_per_s: float
+    """Bytes per second, in each direction at the same time."""
+    latency_s: float
+    """Seconds until an empty message arrives."""
+
+    def with_speed(self, factor: float) -> NodeLink:
+        return NodeLink(bytes_per_s=self.bytes_per_s * factor, latency_s=self.latency_s)
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+def parse_link(speed: str, latency: str) -> NodeLink:
+    """Return a link from texts such as ``10Gbit`` and ``20us``. Raises UsageError for other texts, and for no speed."""
+    found = _SPEED.fullmatch(speed.strip())
+    bits = float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " ") if found else math.nan
+    if not 0 < bits <= _MOST_BITS_PER_S:
+        raise UsageError(f"--link {speed}: expected a speed above 0, such as 10Gbit, 1Gbit or 100Mbit")
+    delay = _LATENCY.fullmatch(latency.strip())
+    latency_s = float(delay[1]) * _SECONDS[delay[2]] if delay else math.nan
+    if not 0 <= latency_s <= _MOST_LATENCY_S:
+        raise UsageError(f"--latency {latency}: expected a time of at most 10s, such as 20us or 0.5ms")
+    return NodeLink(bytes_per_s=bits / 8, latency_s=latency_s)
+
+
+def format_speed(bytes_per_s: float) -> str:
+    """Return a speed as :func:`parse_link` accepts it, with two digits: ``2.3Gbit``."""
+    bits = bytes_per_s * 8
+    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if bits >= 0.995 * size or prefix == "k":
+            value = bits / size
+            return f"{value:.0f}{prefix}bit" if value >= 9.95 else f"{value:.1f}{prefix}bit"
+    raise AssertionError
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Measured times by size. Between the sizes the time is linear in the size; beyond them it is proportional."""
+
+    points: tuple[tuple[int, float], ...]
+    """Pairs of bytes and seconds, with increasing bytes."""
+
+    def at(self, num_bytes: float) -> float:
+        """Return the seconds for a size. A larger size never takes less time."""
+        points = self.points
+        if num_bytes <= points[0][0]:
+            return points[0][1]
+        times = list(itertools.accumulate((seconds for _, seconds in points), max))
+        for (small, _), (large, _), low_s, high_s in zip(points, points[1:], times, times[1:], strict=False):
+            if num_bytes <= large:
+                return low_s + (high_s - low_s) * (num_bytes - small) / (large - small)
+        return times[-1] * num_bytes / points[-1][0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyCost:
+    """The processor time of a strategy on this machine, in addition to computing and to the messages' bytes."""
+
+    step_s: float = 0.0
+    """Seconds per step."""
+    parameter_s: float = 0.0
+    """Seconds per parameter (tensor) and step."""
+    byte_s: float = 0.0
+    """Seconds per byte of gradients and step, for copying and, with servers, for sending and updating."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The measured costs of this machine. Predictions assume that all nodes are equal to it."""
+
+    num_cores: int
+    ranks_per_node: int
+    all_reduce: Curve
+    """All-reduce between the ranks of one node, through shared memory."""
+    socket_s_per_byte: float
+    """Processor time of a rank for each byte that it sends and receives over the network."""
+    costs: dict[str, StrategyCost] = field(default_factory=dict)
+    """By the name of the strategy, with ``:eventual`` for asynchronous servers."""
+
+    def cost(self, name: str) -> StrategyCost:
+        return self.costs.get(name, StrategyCost())
+
+
+def all_reduce_s(num_bytes: float, nodes: int, link: NodeLink) -> float:
+    """Return the time of the fastest all-reduce between nodes, without the part inside of the nodes.
+
+    Up to 8 nodes, the evaluator of ``paceline.collectives`` plays all schedules. Several ranks of a node reduce inside
+    of the node first, so that each node sends and receives as one rank.
+    """
+    if nodes == 1:
+        return 0.0
+    if nodes > _MOST_PLAYED or not link.latency_s:
+        return _closed_all_reduce_s(num_bytes, nodes, link)
+    # Times depend on the ratio of bandwidth time and latency only, so a few played ratios serve all links and sizes.
+    ratio = num_bytes / (link.bytes_per_s * link.latency_s)
+    exponent = math.floor(math.log2(max(ratio, _LEAST_RATIO)))
+    low, high = (_played_latencies(nodes, each) for each in (exponent, exponent + 1))
+    share = max(ratio / 2.0**exponent - 1, 0.0)
+    return link.latency_s * (low + (high - low) * share)
+
+
+@functools.cache
+def _played_latencies(nodes: int, exponent: int) -> float:
+    """Return the time of the fastest all-reduce in latencies, for data whose transfer takes 2^exponent latencies."""
+    num_bytes, times = 1 << 30, list[float]()
+    cost = LinkCost(1.0, 2.0**exponent / num_bytes)
+    for algorithm in ALGORITHMS["all_reduce"].values():
+        if algorithm.supports(nodes) and not algorithm.hierarchical:
+            schedules = algorithm.schedules(nodes, pieces=_PIECES if algorithm.pipelined else 1)
+            times.append(predict(schedules, num_bytes // max(schedules[0].num_blocks, 1), cost))
+    return min(times)
+
+
+def _closed_all_reduce_s(num_bytes: float, nodes: int, link: NodeLink) -> float:
+    rounds = math.ceil(math.log2(nodes))
+    halving = 2 * rounds * link.latency_s + 2 * (nodes - 1) / nodes * num_bytes / link.bytes_per_s
+    doubling = rounds * link.seconds(num_bytes)
+    if nodes & (nodes - 1):  # two more rounds between the surplus ranks and their partners
+        halving, doubling = (seconds + 2 * link.seconds(num_bytes) for seconds in (halving, doubling))
+    return min(ring_s(num_bytes, nodes, link.bytes_per_s, link.latency_s), halving, doubling)
+
+
+def gather_s(num_bytes: float, nodes: int, link: NodeLink) -> float:
+    """Return the time of an all-gather, or of a reduce-scatter, of `num_bytes` in total, by the ring."""
+    return ring_s(num_bytes, nodes, link.bytes_per_s, link.latency_s) / 2

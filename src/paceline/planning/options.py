@@ -1,0 +1,45 @@
+"""The options of ``paceline explain`` and ``paceline compare``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.command_options import argument, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptOptions:
+    """The script and its ranks."""
+
+    script: str | None = argument("Script to run.", show_default=False)
+    arguments: list[str] | None = argument("Arguments of the script, passed unchanged.", show_default=False)
+    nproc_per_node: int | None = option("Processes (ranks) on each node; default 2, or 1 on a single core.", min=1)
+    servers: int | None = option(
+        "Parameter servers: on this machine, default 1; with --nodes on machines of their own, default one per node.",
+        min=1,
+    )
+    json: bool = option("Print JSON.", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(ScriptOptions):
+    """The options of ``paceline explain``, unchecked."""
+
+    nodes: int = option("Number of nodes, each equal to this machine.", min=1, max=100_000, default=1)
+    link: str | None = option(
+        "Speed of each node's network link in each direction, such as 10Gbit; needed for --nodes 2 or more."
+    )
+    latency: str | None = option("Time until an empty message arrives at another node, such as 20us; default 50us.")
+    measure: bool = option("Measure this machine again, instead of using the stored measurements.", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ScriptOptions):
+    """The options of ``paceline compare``, unchecked."""
+
+    strategies: str = option(
+        "Strategies to run, separated by commas; for strategies with servers also the consistency, as in "
+        "parameter-server:bounded:4.",
+        default="all-reduce,parameter-server,parameter-server:bounded:4,sharded",
+    )
+    steps: int = option("Number of measured steps under each strategy.", min=3, max=1_000_000, default=60)

@@ -1,0 +1,393 @@
+"""Build the tasks of a step under each strategy, and play them on the virtual clock. Pure.
+
+All ranks are equal, so one rank is played. Its node's cores and ports have the load of all ranks on the node, and a
+server has the load of all ranks. Gradients are sent in buckets during the backward, which begins with the last layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from paceline.planning.clock import Kind, PlayedTask, TaskList, critical_path, play
+from paceline.planning.formulas import pipeline_bubble
+from paceline.planning.links import Machine, NodeLink, StrategyCost, all_reduce_s, gather_s
+from paceline.strategies.profile import LayerProfile, ModelProfile
+
+_FIRST_BUCKET_BYTES: Final = 1 << 20
+_BUCKET_BYTES: Final = 25 << 20
+"""DistributedDataParallel's buckets: the first one is small, so that communication begins early."""
+_SERVER_BUCKET_BYTES: Final = 4 << 20
+_UNIT_BYTES: Final = 4 << 16
+_MESSAGES: Final = 4
+_ITERATIONS: Final = 3
+"""Pulls overlap with the next iteration, so several iterations are played, and the last one counts."""
+CPU, OUT, IN, SERVER, SERVER_OUT, SERVER_IN = "cpu", "out", "in", "server", "server out", "server in"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterShape:
+    """The processes and the network of a run."""
+
+    nodes: int = 1
+    ranks_per_node: int = 1
+    link: NodeLink | None = None
+    """The network; None for one node."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedStep:
+    """The duration of a step without waiting for slower ranks, and the seconds of its critical path by kind."""
+
+    step_s: float
+    parts: dict[Kind, float]
+
+
+class RankPlay:
+    """Adds the tasks of one rank's step. Abstract parts of all strategies."""
+
+    def __init__(self, profile: ModelProfile, shape: ClusterShape, machine: Machine, cost: StrategyCost) -> None:
+        self.profile, self.shape, self.machine, self.cost = profile, shape, machine, cost
+        self.list = TaskList()
+        ranks, cores = shape.ranks_per_node, machine.num_cores
+        self.computing = {} if profile.is_on_gpu else {CPU: min(ranks * profile.num_threads / cores, 1.0)}
+        self.messaging = {CPU: ranks / cores}
+        """The loads of a task in which each rank of the node uses one core for communication."""
+
+    def compute(self, seconds: float, *after: int) -> int:
+        return self.list.add("compute", seconds, self.computing, *after)
+
+    def join(self, *after: int) -> int:
+        """Add a task without duration, which waits for several tasks."""
+        return self.list.add("messages", 0.0, {}, *after)
+
+    def overhead(self, *after: int) -> int:
+        """Add the strategy's own work per step and per parameter."""
+        seconds = self.cost.step_s + self.cost.parameter_s * self.profile.num_parameters
+        return self.list.add("messages", seconds, self.messaging, *after)
+
+    def all_reduce(self, num_bytes: float, *after: int) -> int:
+        """Add an all-reduce between all ranks: inside of the nodes, then between them."""
+        local_s = self.machine.all_reduce.at(num_bytes) if self.shape.ranks_per_node > 1 else 0.0
+        last = self.list.add("messages", local_s, self.messaging, *after)
+        if self.shape.link is None:
+            return last
+        return self._network(all_reduce_s(num_bytes, self.shape.nodes, self.shape.link), 2 * num_bytes, last)
+
+    def gather(self, num_bytes: float, *after: int) -> int:
+        """Add an all-gather or a reduce-scatter of `num_bytes` in total."""
+        if self.shape.link is None:
+            return self.list.add("messages", self.machine.all_reduce.at(num_bytes) / 2, self.messaging, *after)
+        return self._network(gather_s(num_bytes, self.shape.nodes, self.shape.link), num_bytes, *after)
+
+    def _network(self, seconds: float, num_bytes: float, *after: int) -> int:
+        """Add a transfer of `num_bytes` in both directions. A core of the node works for it."""
+        busy = self.machine.socket_s_per_byte * num_bytes / seconds if seconds else 0.0
+        loads = {OUT: 1.0, IN: 1.0, CPU: min(busy, 1.0) / self.machine.num_cores}
+        return self.list.add("wire", seconds * max(busy, 1.0), loads, *after)
+
+    def forward(self, *after: int) -> int:
+        last = self.compute(self.profile.between_s, *after)
+        for layer in self.profile.layers:
+            last = self.compute(layer.forward_s, last)
+        return last
+
+    def played(self, last: int, begins_after: int = -1) -> PlayedStep:
+        """Play the tasks. The step is the time from the end of task `begins_after` to the end of task `last`."""
+        times: list[PlayedTask] = play(self.list.tasks)
+        begin_s = times[begins_after].end_s if begins_after >= 0 else 0.0
+        parts = critical_path(self.list.tasks, times, last, begin_s)
+        return PlayedStep(times[last].end_s - begin_s, parts)
+
+
+def play_one_device(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> PlayedStep:
+    """Play a step of one process on one node."""
+    rank = RankPlay(profile, shape, machine, StrategyCost())
+    last = rank.forward()
+    for layer in reversed(profile.layers):
+        last = rank.compute(layer.backward_s, last)
+    return rank.played(rank.compute(profile.update_s, last))
+
+
+def buckets_of(layers: Sequence[LayerProfile], first_bytes: int, most_bytes: int) -> list[tuple[int, float]]:
+    """Divide gradients into buckets in the order of the backward.
+
+    Return for each bucket the number of the last layer whose gradients it needs, and its bytes. A bucket ends with the
+    layer that makes it reach the limit.
+    """
+    buckets: list[tuple[int, float]] = []
+    size, limit = 0, first_bytes
+    for number in reversed(range(len(layers))):
+        size += layers[number].parameter_bytes
+        if size >= limit or (number == 0 and size):
+            buckets.append((number, size))
+            size, limit = 0, most_bytes
+    return buckets
+
+
+def play_all_reduce(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> PlayedStep:
+    """Play a step under ``all-reduce``: buckets are reduced in their order while the backward continues."""
+    rank = RankPlay(profile, shape, machine, machine.cost("all-reduce"))
+    return rank.played(_add_all_reduce(rank, sparse_bytes=profile.sparse_bytes))
+
+
+def _add_all_reduce(rank: RankPlay, *, sparse_bytes: float, after: int = -1) -> int:
+    profile, num_ranks = rank.profile, rank.shape.num_ranks
+    begin = rank.overhead(after)
+    if profile.buffer_bytes:
+        begin = rank.all_reduce(profile.buffer_bytes, begin)
+    last, ready = rank.forward(begin), dict[int, int]()
+    for number in reversed(range(len(profile.layers))):
+        ready[number] = last = rank.compute(profile.layers[number].backward_s, last)
+    reduced = -1
+    for number, num_bytes in buckets_of(profile.layers, _FIRST_BUCKET_BYTES, _BUCKET_BYTES):
+        reduced = rank.all_reduce(num_bytes, ready[number], reduced)
+    if profile.parameter_bytes:
+        copying = rank.cost.byte_s * profile.parameter_bytes
+        reduced = rank.list.add("messages", copying, rank.messaging, reduced)
+    if sparse_bytes:
+        reduced = rank.gather(num_ranks * sparse_bytes, last, reduced)
+    return rank.compute(profile.update_s, last, reduced)
+
+
+class SentMessage(NamedTuple):
+    """The numbers of the tasks of one message; -1 for no message."""
+
+    by_client: int = -1
+    moved: int = -1
+    by_server: int = -1
+
+
+class ServerPlay(RankPlay):
+    """Adds the messages between a rank and the servers."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        shape: ClusterShape,
+        machine: Machine,
+        cost: StrategyCost,
+        *,
+        servers: int,
+        is_separate: bool,
+    ) -> None:
+        """`servers` is the number of servers: on machines of their own, or on the nodes of the ranks."""
+        super().__init__(profile, shape, machine, cost)
+        self.servers, self.is_separate = servers, is_separate
+        ranks, cores = shape.ranks_per_node, machine.num_cores
+        # All ranks together cause this processor time per byte and direction; half of it is the servers' time.
+        busy_s = cost.byte_s * min(cores, ranks + 1) / ranks / 4
+        self._client_byte_s = busy_s
+        self._server_byte_s = busy_s * shape.num_ranks / servers
+        # The cost of a step contains four messages between each rank of one node and one server.
+        self._client_more_s = cost.step_s / _MESSAGES * (servers - 1)
+        self._server_more_s = cost.step_s / _MESSAGES * (shape.num_ranks - ranks)
+        per_node = servers / shape.nodes
+        self._serving = {SERVER: 1.0} if is_separate else {CPU: max(per_node, 1.0) / cores}
+
+    def push(self, num_bytes: float, former: SentMessage, *after: int) -> SentMessage:
+        """Add a push: the client's work, the transfer, the server's update. `former` is the message before it."""
+        sent = self._client(num_bytes, former.by_client, *after)
+        moved = self._transfer(num_bytes, False, sent, former.moved)
+        return SentMessage(sent, moved, self._serve(num_bytes, moved, former.by_server))
+
+    def pull(self, num_bytes: float, former: SentMessage, *after: int) -> SentMessage:
+        """Add a pull: the server's work, the transfer, the client's work."""
+        served = self._serve(num_bytes, former.by_server, *after)
+        moved = self._transfer(num_bytes, True, served, former.moved)
+        return SentMessage(self._client(num_bytes, moved, former.by_client), moved, served)
+
+    def _serve(self, num_bytes: float, *after: int) -> int:
+        seconds = self._server_byte_s * num_bytes + self._server_more_s
+        return self.list.add("server CPU", seconds, self._serving, *after)
+
+    def _client(self, num_bytes: float, *after: int) -> int:
+        seconds = self._client_byte_s * num_bytes + self._client_more_s
+        return self.list.add("messages", seconds, self.messaging, *after)
+
+    def _transfer(self, num_bytes: float, is_pull: bool, *after: int) -> int:
+        shape, link = self.shape, self.shape.link
+        if link is None:
+            return self.list.add("wire", 0.0, {}, *after)
+        node_bytes = num_bytes * shape.ranks_per_node
+        if not self.is_separate:
+            node_bytes *= (shape.nodes - 1) / shape.nodes
+            return self.list.add("wire", node_bytes / link.bytes_per_s, {OUT: 1.0, IN: 1.0}, *after)
+        node_s = node_bytes / link.bytes_per_s
+        server_s = num_bytes * shape.num_ranks / self.servers / link.bytes_per_s
+        seconds = max(node_s, server_s)
+        own, port = (IN, SERVER_OUT) if is_pull else (OUT, SERVER_IN)
+        loads = {own: node_s / seconds, port: server_s / seconds} if seconds else {}
+        return self.list.add("wire", seconds, loads, *after)
+
+    def round_trip(self, *after: int) -> int:
+        latency_s = 0.0 if self.shape.link is None else 2 * self.shape.link.latency_s
+        return self.list.add("wire", latency_s, {}, *after)
+
+
+def play_servers(
+    profile: ModelProfile,
+    shape: ClusterShape,
+    machine: Machine,
+    *,
+    servers: int,
+    is_separate: bool,
+    is_synchronous: bool,
+) -> PlayedStep:
+    """Play steps under ``parameter-server``: pushes during the backward, pulls during the next forward."""
+    cost = machine.cost("parameter-server" if is_synchronous else "parameter-server:eventual")
+    rank = ServerPlay(profile, shape, machine, cost, servers=servers, is_separate=is_separate)
+    layers = profile.layers
+    buckets = _parts(buckets_of(layers, _SERVER_BUCKET_BYTES, _SERVER_BUCKET_BYTES))
+    pulled, last, rows, ends = dict[int, int](), -1, -1, list[int]()
+    for _ in range(_ITERATIONS):
+        last = rank.join(last, rows)
+        # The rows of the next batch are requested during this batch, or after the step if they must be exact.
+        if profile.sparse_bytes and not is_synchronous:
+            rows = rank.pull(profile.sparse_bytes, SentMessage(), last).by_client
+        last = rank.compute(profile.between_s, last)
+        for number, layer in enumerate(layers):
+            last = rank.compute(layer.forward_s, last, pulled.get(number, -1))
+        ready: dict[int, int] = {}
+        for number in reversed(range(len(layers))):
+            ready[number] = last = rank.compute(layers[number].backward_s, last)
+        message = SentMessage()
+        for number, num_bytes in buckets:
+            message = rank.push(num_bytes, message, ready[number])
+        if profile.sparse_bytes:
+            message = rank.push(profile.sparse_bytes, message, last)
+        last = rank.overhead(last, message.by_client)
+        applied = rank.round_trip(last, message.by_server)
+        message = SentMessage()
+        if profile.sparse_bytes and is_synchronous:
+            message = rank.pull(profile.sparse_bytes, message, applied)
+            rows = message.by_client
+        pulled = {}
+        for number, num_bytes in reversed(buckets):
+            message = rank.pull(num_bytes, message, applied)
+            pulled[number] = message.by_client
+        ends.append(last)
+    return rank.played(ends[-1], ends[-2])
+
+
+def _parts(buckets: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Divide large buckets: a bucket of the servers may have a part of a parameter."""
+    parts: list[tuple[int, float]] = []
+    for number, num_bytes in buckets:
+        count = max(round(num_bytes / _SERVER_BUCKET_BYTES), 1)
+        parts += [(number, num_bytes / count)] * count
+    return parts
+
+
+def play_hybrid(
+    profile: ModelProfile,
+    shape: ClusterShape,
+    machine: Machine,
+    *,
+    servers: int,
+    is_separate: bool,
+    is_synchronous: bool,
+) -> PlayedStep:
+    """Play steps under ``hybrid``: all-reduce for dense parameters, servers for rows."""
+    cost, of_servers = machine.cost("all-reduce"), machine.cost("parameter-server:eventual")
+    cost = StrategyCost(step_s=cost.step_s, parameter_s=cost.parameter_s, byte_s=of_servers.byte_s)
+    rank = ServerPlay(profile, shape, machine, cost, servers=servers, is_separate=is_separate)
+    last, rows, ends = -1, -1, list[int]()
+    for _ in range(_ITERATIONS):
+        last = rank.join(last, rows)
+        if not is_synchronous:
+            rows = rank.round_trip(rank.pull(profile.sparse_bytes, SentMessage(), last).by_client)
+        last = _add_all_reduce(rank, sparse_bytes=0.0, after=last)
+        pushed = rank.push(profile.sparse_bytes, SentMessage(), last)
+        if is_synchronous:
+            rows = rank.round_trip(rank.pull(profile.sparse_bytes, SentMessage(), pushed.by_server).by_client)
+        ends.append(last)
+    return rank.played(ends[-1], ends[-2])
+
+
+def units_of(layers: Sequence[LayerProfile]) -> list[int]:
+    """Return the numbers of the layers that are gathered alone under ``sharded``: those with 65,536 parameters."""
+    return [number for number, layer in enumerate(layers) if layer.parameter_bytes >= _UNIT_BYTES]
+
+
+def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> PlayedStep:
+    """Play a step under ``sharded``: parameters are gathered before the forward and the backward of each unit.
+
+    On a GPU the next unit is gathered during the computation of a unit. On a processor the computation waits.
+    """
+    rank = RankPlay(profile, shape, machine, machine.cost("sharded"))
+    layers, units = profile.layers, set(units_of(profile.layers))
+    rest = sum(layer.parameter_bytes for number, layer in enumerate(layers) if number not in units)
+    last = rank.overhead()
+    sent = rank.gather(rest, last) if rest else -1
+    last = rank.compute(profile.between_s, last, sent)
+
+    def gathered(layer: LayerProfile, last: int, sent: int) -> tuple[int, int]:
+        sent = rank.gather(layer.parameter_bytes, sent if rank.profile.is_on_gpu else last, sent)
+        return rank.join(last, sent), sent
+
+    for number, layer in enumerate(layers):
+        if number in units:
+            last, sent = gathered(layer, last, sent)
+        last = rank.compute(layer.forward_s, last)
+    for number in reversed(range(len(layers))):
+        if number in units:
+            last, sent = gathered(layers[number], last, sent)
+        last = rank.compute(layers[number].backward_s, last)
+        if number in units:
+            sent = rank.gather(layers[number].parameter_bytes, last, sent)
+    if rest:
+        sent = rank.gather(rest, last, sent)
+    copying = rank.list.add("messages", rank.cost.byte_s * profile.parameter_bytes, rank.messaging, last, sent)
+    return rank.played(rank.compute(profile.update_s / shape.num_ranks, copying))
+
+
+def play_pipeline(profile: ModelProfile, shape: ClusterShape, microbatches: int) -> PlayedStep:
+    """Predict a step under ``pipeline`` with one stage per rank, for a model whose layers run one after another.
+
+    The layers are divided into stages with equal times as far as possible. Computing of the stages other than the
+    slowest one is not on the critical path, except while the pipeline fills and drains.
+    """
+    stages = shape.num_ranks
+    seconds = [layer.forward_s + layer.backward_s for layer in profile.layers]
+    firsts = bounds_of(seconds, stages)
+    ends = [*firsts[1:], len(seconds)]
+    slowest = max(sum(seconds[first:end]) for first, end in zip(firsts, ends, strict=True))
+    sent_s = 0.0
+    if shape.link is not None and stages > 1:
+        crossing = max(profile.layers[first - 1].output_bytes for first in firsts[1:]) / microbatches
+        sent_s = 2 * shape.link.seconds(crossing)
+    rounds_s = (microbatches + stages - 1) * (slowest / microbatches + sent_s)
+    bubble_s = rounds_s * pipeline_bubble(stages, microbatches)
+    other_s = profile.between_s + profile.update_s / stages
+    parts: dict[Kind, float] = {"compute": slowest + other_s, "wire": microbatches * sent_s, "bubble": bubble_s}
+    return PlayedStep(rounds_s + other_s, parts)
+
+
+def bounds_of(sizes: Sequence[float], parts: int) -> list[int]:
+    """Divide a sequence into `parts` contiguous ranges with the smallest maximum sum; return the first numbers."""
+    low, high = max(sizes), sum(sizes)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_ranges(sizes, middle)) <= parts else (middle, high)
+    firsts = _ranges(sizes, high)
+    while len(firsts) < parts:  # divide any range with several items
+        ends = [*firsts[1:], len(sizes)]
+        at = next(first + 1 for first, end in zip(firsts, ends, strict=True) if end - first > 1)
+        firsts = sorted([*firsts, at])
+    return firsts
+
+
+def _ranges(sizes: Sequence[float], limit: float) -> list[int]:
+    firsts, total = [0], 0.0
+    for number, size in enumerate(sizes):
+        if total + size > limit * (1 + 1e-12) and number > firsts[-1]:
+            firsts.append(number)
+            total = 0.0
+        total += size
+    return firsts

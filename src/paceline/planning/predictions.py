@@ -1,0 +1,305 @@
+"""Predict and order the steps of all strategies, and find the change that alters the order. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from paceline.errors import UsageError
+from paceline.planning.clock import Kind
+from paceline.planning.links import Machine, format_speed
+from paceline.planning.plays import (
+    ClusterShape,
+    play_all_reduce,
+    play_hybrid,
+    play_one_device,
+    play_pipeline,
+    play_servers,
+    play_sharded,
+    units_of,
+)
+from paceline.planning.waiting import barrier_s, without_outliers
+from paceline.protocol.consistency import Sequential, parse_consistency
+from paceline.strategies import check_strategy
+from paceline.strategies.profile import ModelProfile
+
+PREDICTED: Final = ("one-device", "all-reduce", "parameter-server", "hybrid", "sharded", "pipeline")
+"""The strategies that have a prediction."""
+_TAU: Final = 4
+_MICROBATCHES_PER_STAGE: Final = 4
+_LARGEST_CHANGE: Final = 1000.0
+_CHANGES, _HALVINGS = 10, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A strategy with the options that distinguish it from other lines of a table."""
+
+    strategy: str
+    consistency: str | None = None
+    """``sequential``, ``bounded:N`` or ``eventual``, for strategies with servers."""
+    servers: int = 0
+    is_separate: bool = False
+    """Whether the servers have machines of their own, rather than the nodes of the ranks."""
+    needs_more_nodes: bool = False
+    """Whether it needs machines for servers that the user has not named."""
+
+    @property
+    def label(self) -> str:
+        """The name of the strategy, with the consistency of its servers."""
+        return self.strategy if self.consistency is None else f"{self.strategy}:{self.consistency}"
+
+    @property
+    def tau(self) -> int | None:
+        """The bound of the delay between ranks; None for no bound."""
+        if self.strategy != "parameter-server" or self.consistency is None:
+            return 0
+        return parse_consistency(self.consistency).tau
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the result equals the result of one device on the combined batches."""
+        return self.consistency in (None, "sequential")
+
+    @property
+    def is_choosable(self) -> bool:
+        """Whether ``--strategy auto`` may choose this contender.
+
+        Stale gradients may learn more slowly although more examples are processed. Not every model can be divided into
+        the stages of a pipeline.
+        """
+        return self.is_exact and self.strategy != "pipeline" and not self.needs_more_nodes
+
+    def words(self) -> list[str]:
+        """Return the options of ``paceline run`` that select this contender."""
+        words = ["--strategy", self.strategy]
+        if self.consistency is not None:
+            words += ["--consistency", self.consistency, "--servers", str(self.servers)]
+        return words
+
+
+def parse_contender(text: str, servers: int | None = None) -> Contender:
+    """Return the contender of a text such as ``parameter-server:bounded:4``. Raises UsageError."""
+    name, _, consistency = text.strip().partition(":")
+    spec = check_strategy(name, "strategies")
+    if name not in PREDICTED:
+        raise UsageError(f"--strategies {text}: {name} has no prediction. Choose from {', '.join(PREDICTED)}")
+    if not spec.has_servers:
+        if consistency:
+            raise UsageError(f"--strategies {text}: {name} has no servers. Leave :{consistency} out")
+        return Contender(strategy=name)
+    parsed = parse_consistency(consistency or spec.consistency or "")
+    is_exact = isinstance(parsed, Sequential)
+    return Contender(strategy=name, consistency="sequential" if is_exact else str(parsed), servers=servers or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrediction:
+    """The predicted step of one contender."""
+
+    contender: Contender
+    step_s: float
+    """Mean seconds per step."""
+    examples_per_s: float
+    """Examples per second of all ranks together."""
+    memory_bytes: float
+    """Bytes per rank for parameters, gradients, optimizer state and activations."""
+    parts: dict[Kind, float]
+    """Seconds of the step's critical path by kind."""
+
+    @property
+    def bottleneck(self) -> Kind:
+        """The kind that takes most of the step. Computing is the bottleneck only if it takes more than half."""
+        longest = {kind: seconds for kind, seconds in self.parts.items() if kind != "compute"}
+        if self.parts.get("compute", 0.0) * 2 >= self.step_s or not longest:
+            return "compute"
+        return max(longest, key=lambda kind: longest[kind])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Everything that a prediction depends on."""
+
+    profile: ModelProfile
+    """Measured with as many processes on the machine as there are ranks on a node."""
+    alone: ModelProfile
+    """Measured with one process on the machine, which has all cores."""
+    machine: Machine
+    shape: ClusterShape
+    servers: int | None = None
+    """Number of separate servers, if the user gives it; else as many as nodes."""
+
+    def with_link_speed(self, factor: float) -> Situation:
+        assert self.shape.link is not None
+        return replace(self, shape=replace(self.shape, link=self.shape.link.with_speed(factor)))
+
+    def with_compute_time(self, factor: float) -> Situation:
+        """Return a situation in which computing takes `factor` times as long, as with a larger batch."""
+        return replace(self, profile=_stretched(self.profile, factor), alone=_stretched(self.alone, factor))
+
+
+def _stretched(profile: ModelProfile, factor: float) -> ModelProfile:
+    layers = tuple(
+        replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
+        for layer in profile.layers
+    )
+    more_s = (factor - 1) * sum(layer.forward_s + layer.backward_s for layer in profile.layers)
+    steps_s = tuple(max(step_s + more_s, 1e-9) for step_s in profile.steps_s)
+    batch_size = max(round(profile.batch_size * factor), 1)
+    return replace(profile, layers=layers, steps_s=steps_s, batch_size=batch_size)
+
+
+def contenders(situation: Situation) -> Iterator[Contender]:
+    """Yield the contenders that the script and the cluster support."""
+    profile, shape = situation.profile, situation.shape
+    yield Contender(strategy="one-device")
+    if shape.num_ranks == 1:
+        return
+    yield Contender(strategy="all-reduce")
+    places = [(shape.nodes if shape.nodes > 1 else situation.servers or 1, False)]
+    if shape.nodes > 1:
+        places.append((situation.servers or shape.nodes, True))
+    names = [("parameter-server", consistency) for consistency in ("sequential", f"bounded:{_TAU}", "eventual")]
+    if profile.sparse_bytes:
+        names += [("hybrid", "sequential"), ("hybrid", f"bounded:{_TAU}")]
+    for (servers, is_separate), (name, consistency) in itertools.product(places, names):
+        yield Contender(
+            strategy=name,
+            consistency=consistency,
+            servers=servers,
+            is_separate=is_separate,
+            needs_more_nodes=is_separate and situation.servers is None,
+        )
+    if profile.parameter_bytes:
+        yield Contender(strategy="sharded")
+    if 2 <= shape.num_ranks <= len(profile.layers) and not profile.sparse_bytes:
+        yield Contender(strategy="pipeline")
+
+
+def predict_step(situation: Situation, contender: Contender) -> StepPrediction:
+    """Predict the step of a contender: its critical path, and the waiting for slower ranks."""
+    profile, shape, machine = situation.profile, situation.shape, situation.machine
+    servers = max(contender.servers, 1)
+    replicas = shape.num_ranks
+    match contender.strategy:
+        case "one-device":
+            profile, replicas = situation.alone, 1
+            played = play_one_device(profile, ClusterShape(), machine)
+        case "all-reduce":
+            played = play_all_reduce(profile, shape, machine)
+        case "parameter-server":
+            played = play_servers(
+                profile,
+                shape,
+                machine,
+                servers=servers,
+                is_separate=contender.is_separate,
+                is_synchronous=contender.tau == 0,
+            )
+        case "hybrid":
+            played = play_hybrid(
+                profile,
+                shape,
+                machine,
+                servers=servers,
+                is_separate=contender.is_separate,
+                is_synchronous=contender.is_exact,
+            )
+        case "sharded":
+            played = play_sharded(profile, shape, machine)
+        case "pipeline":
+            played = play_pipeline(profile, shape, _microbatches(situation))
+        case other:
+            raise AssertionError(other)
+    is_divided = contender.strategy == "pipeline"
+    waiting_s = _waiting_s(profile, 1 if is_divided else replicas, contender.tau)
+    step_s = played.step_s + waiting_s
+    return StepPrediction(
+        contender=contender,
+        step_s=step_s,
+        examples_per_s=profile.batch_size * (1 if is_divided else replicas) / step_s,
+        memory_bytes=_memory_bytes(contender, profile, shape.num_ranks),
+        parts={**played.parts, "waiting": waiting_s},
+    )
+
+
+def _microbatches(situation: Situation) -> int:
+    return max(min(_MICROBATCHES_PER_STAGE * situation.shape.num_ranks, situation.profile.batch_size), 1)
+
+
+def _waiting_s(profile: ModelProfile, ranks: int, tau: int | None) -> float:
+    draws = without_outliers(profile.steps_s)
+    return max(barrier_s(draws, ranks, tau) - statistics.fmean(draws), 0.0)
+
+
+def _memory_bytes(contender: Contender, profile: ModelProfile, ranks: int) -> float:
+    parameters, state = profile.parameter_bytes, profile.optimizer_bytes
+    complete = 2 * parameters + state
+    if contender.strategy == "parameter-server":
+        complete = 2 * parameters  # the servers have the optimizer's state
+    elif contender.strategy == "sharded":
+        units = [profile.layers[number].parameter_bytes for number in units_of(profile.layers)]
+        return complete / ranks + 2 * max(units, default=0) + profile.activation_bytes
+    elif contender.strategy == "pipeline":
+        return (complete + profile.activation_bytes) / ranks
+    return complete + profile.activation_bytes
+
+
+def predict_all(situation: Situation) -> list[StepPrediction]:
+    """Return the predictions of all contenders, the one with the most examples per second first."""
+    predictions = [predict_step(situation, contender) for contender in contenders(situation)]
+    return sorted(predictions, key=lambda prediction: -prediction.examples_per_s)
+
+
+def choose(predictions: Sequence[StepPrediction]) -> StepPrediction:
+    """Return the fastest prediction among those that may be chosen automatically."""
+    suitable = [prediction for prediction in predictions if prediction.contender.is_choosable]
+    return max(suitable, key=lambda prediction: prediction.examples_per_s)
+
+
+def find_changes(situation: Situation) -> list[str]:
+    """Return sentences about the smallest changes that make another strategy the choice."""
+    candidates = [contender for contender in contenders(situation) if contender.is_choosable]
+
+    def choice(changed: Situation) -> Contender:
+        return choose([predict_step(changed, contender) for contender in candidates]).contender
+
+    winner, link, batch_size = choice(situation), situation.shape.link, situation.profile.batch_size
+    sentences: list[str] = []
+    for word, is_up in (("above", True), ("below", False)) if link is not None else ():
+        found = find_change(lambda factor: choice(situation.with_link_speed(factor)), winner, is_up=is_up)
+        if found is not None and link is not None:
+            sentences.append(f"{word} {format_speed(link.bytes_per_s * found[0])} {found[1]} wins")
+    for word, is_up in (("more", True), ("fewer", False)):
+        found = find_change(lambda factor: choice(situation.with_compute_time(factor)), winner, is_up=is_up)
+        size = batch_size * found[0] if found is not None else 0.0
+        if found is not None and size >= 1:
+            count = math.ceil(size) if is_up else math.floor(size)
+            sentences.append(f"with {count:,} or {word} examples per batch and rank {found[1]} wins")
+    return sentences
+
+
+def find_change(winner_at: Callable[[float], Contender], winner: Contender, *, is_up: bool) -> tuple[float, str] | None:
+    """Return the smallest change (a factor above 1, or below 1) with another winner, and this winner's label.
+
+    ``winner_at(factor)`` is the winner after a change. Return None if changes up to 1,000 times do not matter.
+    """
+    sign = 1.0 if is_up else -1.0
+    low, step = 0.0, math.log(_LARGEST_CHANGE) / _CHANGES
+    for _ in range(_CHANGES):
+        high = low + step
+        found = winner_at(math.exp(sign * high))
+        if found != winner:
+            break
+        low = high
+    else:
+        return None
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        other = winner_at(math.exp(sign * middle))
+        low, high, found = (middle, high, found) if other == winner else (low, middle, other)
+    return math.exp(sign * high), found.label

@@ -1,0 +1,169 @@
+"""Run scripts to measure their steps: in independent processes, and under strategies."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from paceline.environment import num_cores
+from paceline.errors import PeerError, UsageError, printable
+from paceline.launch import RunOptions
+from paceline.launch.fork_server import module_command
+from paceline.launch.run.plan import command_of
+from paceline.launch.run.run import check_script
+from paceline.launch.supervisor import Supervisor, spawn
+from paceline.planning.options import ScriptOptions
+from paceline.planning.predictions import Contender
+from paceline.planning.waiting import without_outliers
+from paceline.strategies.profile import LayerProfile, ModelProfile, StepRecord, read_record
+from paceline.temporary import TemporaryFolder
+
+_PATIENCE_S: Final = 300.0
+"""A script must reach its training loop, and end the measured steps, in this time."""
+_END_S: Final = 5.0
+_FOREIGN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_SCHEDULER", "PACELINE_COORDINATOR")
+_TUTORIAL: Final = (
+    "A script must train on a loader from paceline.torch.strategy().prepare(model, optimizer, loader), for at least 25 "
+    "steps"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCommand:
+    """A script or a module with its arguments."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @property
+    def name(self) -> str:
+        """The script's path and arguments, which identify it."""
+        return " ".join([self.script if self.is_module else str(Path(self.script).resolve()), *self.arguments])
+
+    def profile(self, copies: int, threads: int) -> ModelProfile:
+        """Run `copies` independent processes at the same time, and return their mean profile.
+
+        Raises UsageError for a script without a training loop that can be measured, PeerError for a failing script.
+        """
+        command = command_of(sys.executable, self.script, self.arguments, is_module=self.is_module)
+        with TemporaryFolder.make("profile") as folder:
+            places = [folder.path / str(number) for number in range(copies)]
+            variables = {"PACELINE_STRATEGY": "one-device", "OMP_NUM_THREADS": str(threads)}
+            for place in places:
+                place.mkdir()
+            self._run([command] * copies, [{**variables, "PACELINE_PROFILE": str(place)} for place in places])
+            files = [place / "profile.json" for place in places]
+            return _mean([read_record(file, ModelProfile) for file in files if self._is_measured(file)])
+
+    def record(self, contender: Contender, ranks: int, steps: int) -> list[StepRecord]:
+        """Run the script under a strategy for `steps` steps, and return the record of each rank. Raises like above."""
+        ranks = 1 if contender.strategy == "one-device" else ranks
+        words = [*contender.words(), "--nproc-per-node", str(ranks), *(["-m"] if self.is_module else [])]
+        if contender.strategy == "pipeline":
+            words += ["--stages", str(ranks)]
+        command = module_command("paceline", "run", *words, self.script, *self.arguments)
+        with TemporaryFolder.make("record") as folder:
+            self._run([command], [{"PACELINE_PROFILE": str(folder.path), "PACELINE_PROFILE_STEPS": str(steps)}])
+            files = [folder.path / f"rank{rank}.json" for rank in range(ranks)]
+            return [read_record(file, StepRecord) for file in files if self._is_measured(file)]
+
+    def _is_measured(self, file: Path) -> bool:
+        if not file.exists():
+            raise UsageError(f"{self.script} ended before its steps could be measured. {_TUTORIAL}")
+        return True
+
+    def _run(self, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]]) -> None:
+        """Run commands at the same time until they end. Raises PeerError if one fails, UsageError after the timeout."""
+        inherited = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+        supervisor, deadline = Supervisor(), time.monotonic() + _PATIENCE_S
+        with tempfile.TemporaryFile() as output:
+            try:
+                for number, (command, added) in enumerate(zip(commands, variables, strict=True)):
+                    launch = partial(
+                        spawn,
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        env={**inherited, **added},
+                    )
+                    supervisor.start(f"process {number}", launch, is_foreign=True)
+                for child in supervisor.children:
+                    try:
+                        status = child.process.wait(max(deadline - time.monotonic(), 0.0))
+                    except subprocess.TimeoutExpired:
+                        raise UsageError(
+                            f"{self.script} ran for {_PATIENCE_S:.0f} s without measured steps. {_TUTORIAL}"
+                        ) from None
+                    if status:
+                        output.seek(0)
+                        lines = output.read().decode(errors="replace").split("\n")
+                        last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+                        raise PeerError(f"{self.script} failed with status {status}: {printable(last, 300)}")
+            finally:
+                supervisor.close(_END_S)
+
+
+def check_options(options: ScriptOptions) -> tuple[MeasuredCommand, int]:
+    """Return the script and the number of ranks per node. Raises UsageError for a missing script or too many ranks."""
+    cores = num_cores()
+    if options.script is None:
+        raise UsageError("no script. Pass its path, as in paceline explain [options] SCRIPT [arguments of the script]")
+    check_script(RunOptions(script=options.script, arguments=options.arguments))
+    ranks = min(2, cores) if options.nproc_per_node is None else options.nproc_per_node
+    if ranks > cores:
+        raise UsageError(
+            f"--nproc-per-node {ranks}: a node is measured on this machine, which has {cores} cores. Pass "
+            f"{cores} or less"
+        )
+    return MeasuredCommand(options.script, tuple(options.arguments or ())), ranks
+
+
+def _mean(profiles: Sequence[ModelProfile]) -> ModelProfile:
+    """Return a profile with the mean times of equal processes, and the steps of all of them."""
+    first = profiles[0]
+    layers: list[LayerProfile] = []
+    for same in zip(*(profile.layers for profile in profiles), strict=True):
+        forward_s, backward_s = (
+            statistics.fmean(getattr(layer, name) for layer in same) for name in ("forward_s", "backward_s")
+        )
+        layers.append(replace(same[0], forward_s=forward_s, backward_s=backward_s))
+    mean = replace(
+        first,
+        layers=tuple(layers),
+        steps_s=tuple(itertools.chain.from_iterable(profile.steps_s for profile in profiles)),
+        between_s=statistics.fmean(profile.between_s for profile in profiles),
+        update_s=statistics.fmean(profile.update_s for profile in profiles),
+    )
+    return _scaled_to_steps(mean)
+
+
+def _scaled_to_steps(profile: ModelProfile) -> ModelProfile:
+    """Scale all parts, so that their sum is the mean step."""
+    scale = statistics.fmean(without_outliers(profile.steps_s)) / max(profile.compute_s, 1e-12)
+    layers = tuple(
+        replace(layer, forward_s=layer.forward_s * scale, backward_s=layer.backward_s * scale)
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers, between_s=profile.between_s * scale, update_s=profile.update_s * scale)
+
+
+def measured_step_s(records: Sequence[StepRecord]) -> float:
+    """Return the mean seconds of a step over all ranks, without outliers."""
+    return statistics.fmean(statistics.fmean(without_outliers(record.steps_s)) for record in records)
+
+
+def measured_examples_per_s(records: Sequence[StepRecord]) -> float:
+    """Return the examples per second of all ranks together. A pipeline's ranks read the same batch."""
+    return sum(record.batch_size / statistics.fmean(without_outliers(record.steps_s)) for record in records)

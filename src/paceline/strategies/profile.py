@@ -1,0 +1,115 @@
+"""Describe the measured steps of a script. Predictions of its speed under other strategies use these measurements.
+
+``paceline explain`` starts the script with the environment variable ``PACELINE_PROFILE``, and
+:mod:`paceline.torch.strategies.profiling` measures the steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.transport import register_type
+
+_Kind = TypeVar("_Kind")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """The cost of one layer in a step: of a module that has parameters of its own."""
+
+    name: str
+    forward_s: float
+    """Seconds from the layer's call to the call of the next layer."""
+    backward_s: float
+    """Seconds of the backward from the gradients of the following layer to the gradients of this layer."""
+    num_parameters: int = 0
+    """Number of parameters (tensors, not elements) with a dense gradient."""
+    parameter_bytes: int = 0
+    """Bytes of these parameters, which are also the bytes of their gradients."""
+    activation_bytes: int = 0
+    """Bytes that the layer keeps from its forward to its backward."""
+    output_bytes: int = 0
+    """Bytes of the layer's result."""
+    touched_rows: int = 0
+    """Different rows of an embedding that a step looks up; 0 for other layers."""
+    num_rows: int = 0
+    """Number of rows of an embedding; 0 for other layers, and for embeddings of ``paceline.torch``."""
+    row_bytes: int = 0
+    """Bytes of a row of an embedding of ``paceline.torch``, whose gradients are sparse; 0 for other layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """The measured cost of a script's step in one process. Times are in seconds, sizes in bytes."""
+
+    layers: tuple[LayerProfile, ...]
+    """The layers in the order of the forward."""
+    steps_s: tuple[float, ...]
+    """Durations of steps that were measured as a whole. Their differences are the variance of step times."""
+    between_s: float
+    """The part of a step outside of forward, backward and update: reading data, the loss, the program's own code."""
+    update_s: float
+    """The optimizer's update of all parameters."""
+    batch_size: int
+    """Examples per step of one process."""
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+    """Buffers of the model, such as BatchNorm's statistics."""
+    num_threads: int = 1
+    is_on_gpu: bool = False
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters (tensors) with a dense gradient."""
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def activation_bytes(self) -> int:
+        return sum(layer.activation_bytes for layer in self.layers)
+
+    @property
+    def sparse_bytes(self) -> int:
+        """Bytes of keys and rows in one message with the rows that a step looks up."""
+        return sum(layer.touched_rows * (layer.row_bytes + 8) for layer in self.layers if layer.row_bytes)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step without communication and without waiting: the sum of all parts."""
+        return self.between_s + self.update_s + sum(layer.forward_s + layer.backward_s for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The measured steps of one rank under a strategy."""
+
+    rank: int
+    batch_size: int
+    steps_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+    """The end of each step, in seconds after the beginning of the first step."""
+    losses: tuple[float, ...]
+    """The loss of each step on the rank's own batch; NaN if the program computed none."""
+
+
+def write_record(path: Path, record: ModelProfile | StepRecord) -> None:
+    """Write a record as JSON; a reader never finds a part of a file."""
+    part = path.with_suffix(".part")
+    part.write_bytes(msgspec.json.encode(record))
+    part.replace(path)
+
+
+def read_record(path: Path, kind: type[_Kind]) -> _Kind:
+    """Read a record that :func:`write_record` wrote. Raises UsageError for other contents, OSError without a file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=register_type(kind))
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path} was not written by this version of Paceline: {error}. Remove the file") from None

@@ -1,0 +1,146 @@
+"""``paceline explain``, ``paceline compare`` and ``paceline run --strategy auto``, with stored costs of the machine."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+
+import msgspec
+import pytest
+
+from paceline.environment import num_cores
+from paceline.planning.calibration import StoredMachine, folder
+from paceline.planning.links import Curve, Machine, StrategyCost
+from paceline.strategies.profile import ModelProfile, read_record
+from paceline.version import __version__
+
+from .running import Commands, parse_json
+
+RANKS = min(2, num_cores())
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import paceline.torch as pt
+
+num_batches = int(sys.argv[1])
+torch.manual_seed(0)
+x = torch.randn(8 * num_batches, 16)
+model = nn.Sequential(nn.Embedding(100, 4), nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+keys = torch.randint(0, 7, (8 * num_batches, 16))
+strategy = pt.strategy()
+model, optimizer, loader = strategy.prepare(
+    model, torch.optim.Adam(model.parameters()), DataLoader(TensorDataset(keys, x[:, :1]), 8)
+)
+for _ in range(20):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    strategy.print("an epoch has ended")
+    strategy.save("checkpoint")
+print("the script has ended")
+"""
+
+
+@pytest.fixture
+def commands(paceline: Commands, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """Commands in a folder with a script, for a user whose machine is already measured."""
+    home = paceline.folder / "home"
+    monkeypatch.setenv("HOME", str(home))
+    paceline.environment["HOME"] = str(home)
+    machine = Machine(
+        num_cores=num_cores(),
+        ranks_per_node=RANKS,
+        all_reduce=Curve(((1024, 1e-4), (1 << 20, 1e-3))),
+        socket_s_per_byte=1e-9,
+        costs={"parameter-server": StrategyCost(step_s=0.5)},
+    )
+    stored = StoredMachine(version=__version__, host=platform.node(), machine=machine)
+    folder().mkdir(parents=True)
+    (folder() / f"machine-{num_cores()}-cores-{RANKS}-ranks.json").write_bytes(msgspec.json.encode(stored))
+    (paceline.folder / "train.py").write_text(SCRIPT)
+    return paceline
+
+
+def test_profile(commands: Commands) -> None:
+    """The measured layers have their parameters, times and rows. The script writes nothing, and ends early."""
+    directory = commands.folder / "profile" / "0"
+    directory.mkdir(parents=True)
+    commands.environment["PACELINE_PROFILE"] = str(directory)
+    finished = commands.succeed("run", "--strategy", "one-device", "train.py", "100")
+    assert finished.out == ""
+    assert not (commands.folder / "checkpoint").exists()
+    profile = read_record(directory / "profile.json", ModelProfile)
+    assert [layer.name for layer in profile.layers] == ["0", "2", "4"]
+    assert [layer.parameter_bytes for layer in profile.layers] == [1600, 8320, 132]
+    assert [layer.num_parameters for layer in profile.layers] == [1, 2, 2]
+    assert (profile.layers[0].touched_rows, profile.layers[0].num_rows, profile.layers[0].row_bytes) == (7, 100, 0)
+    assert [layer.output_bytes for layer in profile.layers] == [8 * 64 * 4, 8 * 32 * 4, 8 * 4]
+    assert all(layer.forward_s > 0 and layer.backward_s > 0 and layer.activation_bytes for layer in profile.layers)
+    assert profile.batch_size == 8
+    assert profile.optimizer_bytes >= 2 * profile.parameter_bytes
+    assert min(profile.update_s, profile.between_s) > 0
+    assert len(profile.steps_s) >= 12
+    median_s = statistics.median(profile.steps_s)
+    assert 0.3 * median_s < profile.compute_s < 3 * median_s
+
+
+def test_explain(commands: Commands) -> None:
+    finished = commands.succeed("explain", "train.py", "100")
+    lines = finished.out.splitlines()
+    assert lines[0].split()[:3] == ["strategy", "servers", "step"]
+    labels = {line.split()[0] for line in lines[1:] if line}
+    assert {"one-device", "all-reduce", "parameter-server:sequential", "parameter-server:eventual*"} <= labels
+    assert any(line.startswith("fastest with the result of one device: ") for line in lines)
+    assert any("uses 7.00% of the rows of 0" in line for line in lines)
+    assert "an epoch has ended" not in finished.out
+    assert not (commands.folder / "checkpoint").exists()
+
+
+def test_compare_and_explain(commands: Commands) -> None:
+    strategies = "all-reduce,parameter-server:eventual"
+    words = ["compare", "--json", "--steps", "12", "--strategies", strategies, "train.py", "100"]
+    found = [parse_json(f"{line}\n") for line in commands.succeed(*words).out.splitlines()]
+    assert [line["strategy"] for line in found] == strategies.split(",")
+    for line in found:
+        assert line["error"] == pytest.approx(line["predicted_s"] / line["measured_s"] - 1)
+        assert len(line["losses"]) == 12
+    link = ["--nodes", "4", "--link", "1Gbit", "--latency", "20us"]
+    of_nodes = commands.succeed("explain", "--json", *link, "train.py", "100").json
+    assert of_nodes["link"] == pytest.approx({"bytes_per_s": 1.25e8, "latency_s": 2e-5})
+    assert {line["measured_s"] for line in of_nodes["strategies"]} == {None}
+    assert {(line["strategy"], line["separate_servers"]) for line in of_nodes["strategies"]} > {
+        ("parameter-server:bounded:4", True),
+        ("parameter-server:bounded:4", False),
+    }
+    explained = commands.succeed("explain", "--json", "train.py", "100").json
+    measured = {line["strategy"]: line["measured_s"] for line in explained["strategies"]}
+    assert [measured[line["strategy"]] for line in found] == [line["measured_s"] for line in found]
+    assert measured["sharded"] is None
+
+
+def test_automatic_strategy(commands: Commands) -> None:
+    """Servers are slow on the stored machine. The script then runs to its end, and writes its checkpoint."""
+    finished = commands.succeed("run", "--strategy", "auto", "--nproc-per-node", str(RANKS), "train.py", "30")
+    assert "the script has ended" in finished.out
+    reason = next(line for line in finished.err.splitlines() if line.startswith("paceline run: fastest"))
+    assert not reason.startswith("paceline run: fastest with the result of one device: parameter-server")
+    assert (commands.folder / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("print('no strategy')", "script.py ended before its steps could be measured. A script must train on a loader"),
+        ("import sys; sys.exit('no data')", "script.py failed with status 1: no data"),
+        (SCRIPT.replace("range(20)", "range(1)"), "script.py ended before its steps could be measured"),
+    ],
+)
+def test_scripts_that_cannot_be_measured(commands: Commands, script: str, message: str) -> None:
+    (commands.folder / "script.py").write_text(script)
+    finished = commands.run("explain", "script.py", "2")
+    assert finished.status != 0
+    assert finished.err.splitlines() == [finished.err.strip()]
+    assert finished.err.startswith(f"paceline: {message}")

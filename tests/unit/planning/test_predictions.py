@@ -1,0 +1,274 @@
+"""Played steps against closed formulas, the order of strategies, and the changes that alter it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.planning.calibration import fit_cost
+from paceline.planning.formulas import colocated_servers_s, pipeline_bubble, ring_s, separate_servers_s
+from paceline.planning.links import Curve, Machine, NodeLink, StrategyCost
+from paceline.planning.plays import (
+    ClusterShape,
+    bounds_of,
+    buckets_of,
+    play_all_reduce,
+    play_hybrid,
+    play_one_device,
+    play_pipeline,
+    play_servers,
+    play_sharded,
+)
+from paceline.planning.predictions import (
+    Contender,
+    Situation,
+    choose,
+    find_change,
+    find_changes,
+    parse_contender,
+    predict_all,
+    predict_step,
+)
+from paceline.strategies.profile import LayerProfile, ModelProfile
+
+MB = 1 << 20
+LINK = NodeLink(bytes_per_s=1.25e8, latency_s=0.0)
+MACHINE = Machine(
+    num_cores=4, ranks_per_node=1, all_reduce=Curve(((1, 0.0), (MB, 1e-3))), socket_s_per_byte=0.0, costs={}
+)
+
+COSTLY = replace(MACHINE, costs={"parameter-server": StrategyCost(step_s=1.0)})
+"""A machine on which servers are slow."""
+
+
+def model(compute_s: float = 0.0, layer_bytes: int = 8 * MB, num_layers: int = 10, rows: int = 0) -> ModelProfile:
+    """Return a model of equal layers; one third of the time is the forward."""
+    layers = [
+        LayerProfile(
+            name=f"layer {number}",
+            forward_s=compute_s / num_layers / 3,
+            backward_s=compute_s / num_layers * 2 / 3,
+            num_parameters=2,
+            parameter_bytes=layer_bytes,
+            activation_bytes=1000,
+            output_bytes=4000,
+        )
+        for number in range(num_layers)
+    ]
+    if rows:
+        layers.insert(0, LayerProfile(name="rows", forward_s=0.0, backward_s=0.0, touched_rows=rows, row_bytes=56))
+    return ModelProfile(
+        layers=tuple(layers), steps_s=(max(compute_s, 1e-6),) * 5, between_s=0.0, update_s=0.0, batch_size=32
+    )
+
+
+def shape(nodes: int) -> ClusterShape:
+    return ClusterShape(nodes=nodes, link=LINK)
+
+
+def situation(profile: ModelProfile, nodes: int = 8, machine: Machine = MACHINE) -> Situation:
+    return Situation(profile=profile, alone=profile, machine=machine, shape=shape(nodes))
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 100])
+def test_all_reduce_without_computing_takes_the_time_of_the_ring(nodes: int) -> None:
+    profile = model()
+    step_s = play_all_reduce(profile, shape(nodes), MACHINE).step_s
+    assert step_s == pytest.approx(ring_s(profile.parameter_bytes, nodes, LINK.bytes_per_s))
+
+
+@pytest.mark.parametrize("is_synchronous", [True, False])
+@pytest.mark.parametrize("nodes", [2, 8])
+def test_servers_without_computing_take_the_time_of_the_formulas(nodes: int, is_synchronous: bool) -> None:
+    """Pulls follow pushes, so that separate servers need the formula's time once in each direction."""
+    profile = model()
+    num_bytes, speed = profile.parameter_bytes, LINK.bytes_per_s
+    for servers in (1, nodes, 2 * nodes):
+        played = play_servers(
+            profile, shape(nodes), MACHINE, servers=servers, is_separate=True, is_synchronous=is_synchronous
+        )
+        assert played.step_s == pytest.approx(2 * separate_servers_s(num_bytes, nodes, servers, speed))
+    played = play_servers(
+        profile, shape(nodes), MACHINE, servers=nodes, is_separate=False, is_synchronous=is_synchronous
+    )
+    assert played.step_s == pytest.approx(colocated_servers_s(num_bytes, nodes, speed))
+
+
+def test_sharded_without_computing_gathers_twice_and_scatters_once() -> None:
+    profile = model()
+    step_s = play_sharded(profile, shape(4), MACHINE).step_s
+    assert step_s == pytest.approx(1.5 * ring_s(profile.parameter_bytes, 4, LINK.bytes_per_s))
+
+
+def test_computing_hides_communication() -> None:
+    """With a long backward, only the last bucket is exposed: the first layers' gradients come last."""
+    profile = model(compute_s=30.0)
+    played = play_all_reduce(profile, shape(8), MACHINE)
+    last = buckets_of(profile.layers, MB, 25 * MB)[-1][1]
+    assert played.step_s == pytest.approx(30.0 + ring_s(last, 8, LINK.bytes_per_s))
+    assert played.parts["compute"] == pytest.approx(30.0)
+    servers = play_servers(profile, shape(8), MACHINE, servers=8, is_separate=True, is_synchronous=False)
+    assert 30.0 < servers.step_s < 30.3
+    assert play_one_device(profile, ClusterShape(), MACHINE).step_s == pytest.approx(30.0)
+
+
+def test_cores_are_shared_by_computing_and_messages() -> None:
+    """On one node with busy cores nothing is hidden: the step is the sum."""
+    profile = model(compute_s=1.0)
+    node = ClusterShape(ranks_per_node=2)
+    machine = replace(MACHINE, num_cores=2, ranks_per_node=2)
+    expected = 1.0 + sum(machine.all_reduce.at(size) for _, size in buckets_of(profile.layers, MB, 25 * MB))
+    assert play_all_reduce(profile, node, machine).step_s == pytest.approx(expected)
+    idle = play_all_reduce(profile, node, replace(machine, num_cores=8)).step_s
+    assert 1.0 < idle < expected
+
+
+def test_hybrid_does_not_send_rows_between_ranks() -> None:
+    """Servers move 2aM bytes of rows per rank, an all-gather (n - 1)aM."""
+    profile = model(rows=100_000, layer_bytes=4, num_layers=1)
+    rows_s = profile.sparse_bytes / LINK.bytes_per_s
+    gathered = play_all_reduce(profile, shape(16), MACHINE).step_s
+    hybrid = play_hybrid(profile, shape(16), MACHINE, servers=16, is_separate=True, is_synchronous=True).step_s
+    assert gathered == pytest.approx(15 * rows_s, rel=1e-3)
+    assert hybrid == pytest.approx(2 * rows_s, rel=1e-3)
+    ahead = play_hybrid(profile, shape(16), MACHINE, servers=16, is_separate=True, is_synchronous=False).step_s
+    assert ahead == pytest.approx(rows_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("microbatches", [4, 16])
+def test_pipeline_of_equal_stages_has_the_bubble_of_the_formula(microbatches: int) -> None:
+    profile = model(compute_s=12.0, num_layers=12)
+    played = play_pipeline(profile, ClusterShape(ranks_per_node=4), microbatches)
+    assert played.parts["bubble"] / played.step_s == pytest.approx(pipeline_bubble(4, microbatches))
+    assert played.parts["compute"] == pytest.approx(3.0)
+
+
+def test_stages_have_equal_times_as_far_as_possible() -> None:
+    assert bounds_of([1.0, 1.0, 1.0, 1.0], 2) == [0, 2]
+    assert bounds_of([5.0, 1.0, 1.0, 1.0], 2) == [0, 1]
+    assert bounds_of([5.0, 0.0, 0.0], 3) == [0, 1, 2]
+
+
+def test_buckets_follow_the_backward() -> None:
+    layers = model(layer_bytes=10 * MB, num_layers=7).layers
+    assert buckets_of(layers, MB, 25 * MB) == [(6, 10 * MB), (3, 30 * MB), (0, 30 * MB)]
+
+
+def test_slow_steps_make_synchronous_ranks_wait() -> None:
+    profile = replace(model(compute_s=1.0, layer_bytes=4), steps_s=(1.0, 1.0, 1.0, 2.0))
+    waits = [
+        predict_step(situation(profile), Contender(strategy="parameter-server", consistency=text, servers=8)).parts[
+            "waiting"
+        ]
+        for text in ("sequential", "bounded:4", "eventual")
+    ]
+    assert waits[0] == pytest.approx(2 - 0.75**8 - 1.25)
+    assert waits[0] > waits[1] > waits[2] == 0.0
+
+
+def test_order_memory_and_bottleneck() -> None:
+    found = {
+        (prediction.contender.label, prediction.contender.is_separate): prediction
+        for prediction in predict_all(situation(model(compute_s=0.05), machine=COSTLY))
+    }
+    wire = found["all-reduce", False]
+    assert wire.bottleneck == "wire"
+    assert wire.memory_bytes == 160 * MB + 10_000
+    assert found["sharded", False].memory_bytes == 20 * MB + 16 * MB + 10_000
+    assert found["one-device", False].bottleneck == "compute"
+    assert found["one-device", False].examples_per_s == pytest.approx(32 / 0.05)
+    assert choose([*found.values()]).contender.label == "one-device"
+
+
+def test_a_faster_link_changes_the_choice() -> None:
+    start = situation(model(compute_s=0.05), machine=COSTLY)
+    sentences = find_changes(start)
+    speed = next(sentence for sentence in sentences if sentence.startswith("above "))
+    assert speed.endswith(" all-reduce wins")
+    factor = float(speed.split()[1].removesuffix("Gbit")) * 1e9 / 8 / LINK.bytes_per_s
+    assert choose(predict_all(start.with_link_speed(factor * 1.1))).contender.label == "all-reduce"
+    assert choose(predict_all(start.with_link_speed(factor / 1.1))).contender.label == "one-device"
+    assert any("or more examples per batch and rank all-reduce wins" in sentence for sentence in sentences)
+
+
+def test_bisection_finds_the_smallest_change() -> None:
+    slow, fast = Contender(strategy="one-device"), Contender(strategy="all-reduce")
+    found = find_change(lambda factor: fast if factor >= 7.0 else slow, slow, is_up=True)
+    assert found is not None
+    assert found[0] == pytest.approx(7.0, rel=0.02)
+    assert found[1] == "all-reduce"
+    assert find_change(lambda factor: slow, slow, is_up=False) is None
+
+
+def test_a_single_rank_has_one_contender() -> None:
+    profile = model(compute_s=1.0)
+    alone = Situation(profile=profile, alone=profile, machine=MACHINE, shape=ClusterShape())
+    assert [prediction.contender.label for prediction in predict_all(alone)] == ["one-device"]
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "words"),
+    [
+        ("all-reduce", "all-reduce", "--strategy all-reduce"),
+        (
+            "parameter-server",
+            "parameter-server:sequential",
+            "--strategy parameter-server --consistency sequential --servers 2",
+        ),
+        ("parameter-server:bounded:4", "parameter-server:bounded:4", None),
+        ("hybrid", "hybrid:bounded:4", None),
+    ],
+)
+def test_contenders_are_parsed(text: str, label: str, words: str | None) -> None:
+    contender = parse_contender(text, 2)
+    assert contender.label == label
+    assert words is None or contender.words() == words.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ring", "strategies='ring': expected one of one-device"),
+        ("mirrored", "--strategies mirrored: mirrored has no prediction. Choose from one-device, all-reduce"),
+        ("all-reduce:bounded:4", "--strategies all-reduce:bounded:4: all-reduce has no servers. Leave :bounded:4 out"),
+        ("parameter-server:fast", "'fast'"),
+    ],
+)
+def test_wrong_contenders_are_rejected(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_contender(text)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "contender"),
+    [
+        ("all-reduce", Contender(strategy="all-reduce")),
+        ("parameter-server", Contender(strategy="parameter-server", consistency="sequential", servers=1)),
+        ("sharded", Contender(strategy="sharded")),
+    ],
+)
+def test_costs_are_recovered_from_steps(name: str, contender: Contender) -> None:
+    machine = replace(MACHINE, num_cores=2, ranks_per_node=2)
+    cost = StrategyCost(step_s=1e-3, parameter_s=2e-5, byte_s=3e-10)
+    profiles = {
+        "few": model(1e-4, 256, 1),
+        "many": model(1e-3, 1024, 40),
+        "large": model(5e-3, 4 * MB, 4),
+    }
+
+    def steps(costs: dict[str, StrategyCost]) -> dict[str, float]:
+        node = ClusterShape(ranks_per_node=2)
+        costly = replace(machine, costs=costs)
+        return {
+            size: predict_step(Situation(profile=profile, alone=profile, machine=costly, shape=node), contender).step_s
+            for size, profile in profiles.items()
+        }
+
+    wanted = steps({name: cost})
+    fitted = fit_cost(machine, name, profiles, wanted)
+    assert steps(fitted.costs) == pytest.approx(wanted, rel=0.02)
+    assert fitted.costs[name].parameter_s == pytest.approx(2e-5, rel=0.1)
+    assert fitted.costs[name].byte_s == pytest.approx(3e-10, rel=0.1)
