@@ -55,21 +55,21 @@ def play(tasks: Sequence[Task]) -> list[PlayedTask]:
     played: list[PlayedTask] = [PlayedTask(0.0, 0.0, -1)] * len(tasks)
     begins, left = [0.0] * len(tasks), [task.seconds for task in tasks]
     causes = [-1] * len(tasks)
-    ready, running, now_s = [n for n, count in enumerate(num_missing) if not count], dict[int, None](), 0.0
+    ready, running, time_s = [n for n, count in enumerate(num_missing) if not count], dict[int, None](), 0.0
     while ready or running:
         for number in ready:
-            begins[number] = now_s
+            begins[number] = time_s
             running[number] = None
         ready = []
         speeds = _speeds(tasks, running)
         step_s = min(left[number] / speed for number, speed in speeds.items())
-        now_s += step_s
+        time_s += step_s
         for number, speed in speeds.items():
             left[number] -= step_s * speed
             if left[number] > _ROUNDING:
                 continue
             del running[number]
-            played[number] = PlayedTask(begins[number], now_s, causes[number])
+            played[number] = PlayedTask(begins[number], time_s, causes[number])
             for follower in followers[number]:
                 num_missing[follower] -= 1
                 if not num_missing[follower]:

@@ -156,10 +156,10 @@ def show_explanation(
 
 def explain_choice(best: StepPrediction, predictions: Sequence[StepPrediction]) -> str:
     """Return the reason for a choice in one line."""
-    others = [found for found in predictions if found.contender.is_choosable and found is not best]
+    next_best = [found for found in predictions if found.contender.is_choosable and found is not best]
     text = f"fastest with the result of one device: {best.contender.label}, {best.examples_per_s:,.0f} examples/s"
-    if others:
-        text += f"; next: {others[0].contender.label}, {others[0].examples_per_s:,.0f} examples/s"
+    if next_best:
+        text += f"; next: {next_best[0].contender.label}, {next_best[0].examples_per_s:,.0f} examples/s"
     return text
 
 

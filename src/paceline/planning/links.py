@@ -124,7 +124,7 @@ def all_reduce_s(num_bytes: float, nodes: int, link: NodeLink) -> float:
     # Times depend on the ratio of bandwidth time and latency only, so a few played ratios serve all links and sizes.
     ratio = num_bytes / (link.bytes_per_s * link.latency_s)
     exponent = math.floor(math.log2(max(ratio, _LEAST_RATIO)))
-    low, high = (_played_latencies(nodes, each) for each in (exponent, exponent + 1))
+    low, high = (_played_latencies(nodes, power) for power in (exponent, exponent + 1))
     share = max(ratio / 2.0**exponent - 1, 0.0)
     return link.latency_s * (low + (high - low) * share)
 

@@ -155,7 +155,7 @@ def _add_all_reduce(rank: RankPlay, *, sparse_bytes: float, after: int = -1) -> 
     return rank.compute(profile.update_s, last, reduced)
 
 
-class SentMessage(NamedTuple):
+class ServerMessage(NamedTuple):
     """The numbers of the tasks of one message; -1 for no message."""
 
     by_client: int = -1
@@ -190,17 +190,17 @@ class ServerPlay(RankPlay):
         per_node = servers / shape.nodes
         self._serving = {SERVER: 1.0} if is_separate else {CPU: max(per_node, 1.0) / cores}
 
-    def push(self, num_bytes: float, former: SentMessage, *after: int) -> SentMessage:
+    def push(self, num_bytes: float, former: ServerMessage, *after: int) -> ServerMessage:
         """Add a push: the client's work, the transfer, the server's update. `former` is the message before it."""
         sent = self._client(num_bytes, former.by_client, *after)
         moved = self._transfer(num_bytes, False, sent, former.moved)
-        return SentMessage(sent, moved, self._serve(num_bytes, moved, former.by_server))
+        return ServerMessage(sent, moved, self._serve(num_bytes, moved, former.by_server))
 
-    def pull(self, num_bytes: float, former: SentMessage, *after: int) -> SentMessage:
+    def pull(self, num_bytes: float, former: ServerMessage, *after: int) -> ServerMessage:
         """Add a pull: the server's work, the transfer, the client's work."""
         served = self._serve(num_bytes, former.by_server, *after)
         moved = self._transfer(num_bytes, True, served, former.moved)
-        return SentMessage(self._client(num_bytes, moved, former.by_client), moved, served)
+        return ServerMessage(self._client(num_bytes, moved, former.by_client), moved, served)
 
     def _serve(self, num_bytes: float, *after: int) -> int:
         seconds = self._server_byte_s * num_bytes + self._server_more_s
@@ -249,21 +249,21 @@ def play_servers(
         last = rank.join(last, rows)
         # The rows of the next batch are requested during this batch, or after the step if they must be exact.
         if profile.sparse_bytes and not is_synchronous:
-            rows = rank.pull(profile.sparse_bytes, SentMessage(), last).by_client
+            rows = rank.pull(profile.sparse_bytes, ServerMessage(), last).by_client
         last = rank.compute(profile.between_s, last)
         for number, layer in enumerate(layers):
             last = rank.compute(layer.forward_s, last, pulled.get(number, -1))
         ready: dict[int, int] = {}
         for number in reversed(range(len(layers))):
             ready[number] = last = rank.compute(layers[number].backward_s, last)
-        message = SentMessage()
+        message = ServerMessage()
         for number, num_bytes in buckets:
             message = rank.push(num_bytes, message, ready[number])
         if profile.sparse_bytes:
             message = rank.push(profile.sparse_bytes, message, last)
         last = rank.overhead(last, message.by_client)
         applied = rank.round_trip(last, message.by_server)
-        message = SentMessage()
+        message = ServerMessage()
         if profile.sparse_bytes and is_synchronous:
             message = rank.pull(profile.sparse_bytes, message, applied)
             rows = message.by_client
@@ -301,11 +301,11 @@ def play_hybrid(
     for _ in range(_ITERATIONS):
         last = rank.join(last, rows)
         if not is_synchronous:
-            rows = rank.round_trip(rank.pull(profile.sparse_bytes, SentMessage(), last).by_client)
+            rows = rank.round_trip(rank.pull(profile.sparse_bytes, ServerMessage(), last).by_client)
         last = _add_all_reduce(rank, sparse_bytes=0.0, after=last)
-        pushed = rank.push(profile.sparse_bytes, SentMessage(), last)
+        pushed = rank.push(profile.sparse_bytes, ServerMessage(), last)
         if is_synchronous:
-            rows = rank.round_trip(rank.pull(profile.sparse_bytes, SentMessage(), pushed.by_server).by_client)
+            rows = rank.round_trip(rank.pull(profile.sparse_bytes, ServerMessage(), pushed.by_server).by_client)
         ends.append(last)
     return rank.played(ends[-1], ends[-2])
 
@@ -322,9 +322,9 @@ def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -
     """
     rank = RankPlay(profile, shape, machine, machine.cost("sharded"))
     layers, units = profile.layers, set(units_of(profile.layers))
-    rest = sum(layer.parameter_bytes for number, layer in enumerate(layers) if number not in units)
+    remainder = sum(layer.parameter_bytes for number, layer in enumerate(layers) if number not in units)
     last = rank.overhead()
-    sent = rank.gather(rest, last) if rest else -1
+    sent = rank.gather(remainder, last) if remainder else -1
     last = rank.compute(profile.between_s, last, sent)
 
     def gathered(layer: LayerProfile, last: int, sent: int) -> tuple[int, int]:
@@ -341,8 +341,8 @@ def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -
         last = rank.compute(layers[number].backward_s, last)
         if number in units:
             sent = rank.gather(layers[number].parameter_bytes, last, sent)
-    if rest:
-        sent = rank.gather(rest, last, sent)
+    if remainder:
+        sent = rank.gather(remainder, last, sent)
     copying = rank.list.add("messages", rank.cost.byte_s * profile.parameter_bytes, rank.messaging, last, sent)
     return rank.played(rank.compute(profile.update_s / shape.num_ranks, copying))
 
