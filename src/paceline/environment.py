@@ -11,7 +11,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
+from typing import TypeAlias
 
 from paceline.errors import AddressError, UsageError
 
@@ -320,6 +322,20 @@ def parse_duration(text: str) -> float | None:
     """Return the seconds of a time such as ``30s``, ``5m`` or ``1h``; None for any other text."""
     found = _DURATION.fullmatch(text.strip())
     return (float(found[1]) * _SECONDS[found[2]] or None) if found is not None else None
+
+
+Timeout: TypeAlias = timedelta | float
+"""A duration as a timedelta or as a number of seconds."""
+
+
+def timedelta_of(timeout: Timeout) -> timedelta:
+    """Return a timeout as a timedelta. Raises UsageError for a negative number, and for values of other types."""
+    found: timedelta | None = None
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        found = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if found is None or found < timedelta(0) or isinstance(timeout, bool):
+        raise UsageError(f"timeout={timeout!r}: expected seconds, or a timedelta such as timedelta(minutes=1)")
+    return found
 
 
 def parse_integer(name: str, text: str, least: int = 0, most: float = math.inf) -> int:

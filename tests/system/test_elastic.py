@@ -292,6 +292,16 @@ def test_a_failing_script_ends_the_run_with_the_traceback(elastic: Commands, tmp
     assert "ValueError: a defect" in finished.err
 
 
+def test_a_state_that_one_rank_has_not_registered(elastic: Commands, tmp_path: Path) -> None:
+    call = "    strategy.register_state(name, state)"
+    script = TRAIN.replace(call, f"    if incarnation == 0 or name != 'noise':\n    {call}")
+    (tmp_path / "train.py").write_text(script)
+    finished = run(elastic, 2, "", 0)
+    assert finished.status == 1, finished
+    assert "rank 1 has not registered the state 'noise', but rank 0 has" in finished.err
+    assert "the same traceback as rank" in finished.err
+
+
 def test_a_stopped_rank_is_replaced(elastic: Commands) -> None:
     ranks = ["--min-ranks", "1", "--nproc-per-node", "2", "--heartbeat-timeout", "1"]
     running = elastic.start("run", "--strategy", "all-reduce", *ranks, "train.py", "", "2")
@@ -318,7 +328,7 @@ def test_rank_0_is_killed_from_outside(elastic: Commands) -> None:
     [
         (["--min-ranks", "0"], "--min-ranks 0"),
         (["--min-ranks", "3"], "only 2 ranks"),
-        (["--min-ranks", "1", "--strategy", "hybrid"], "--min-ranks 1"),
+        (["--min-ranks", "1", "--strategy", "sharded"], "--snapshot-dir"),
         (["--min-ranks", "1", "--filters", "float16"], "--filters float16"),
         (["--min-ranks", "1", "--max-ranks", "4"], "--master-addr"),
         (["--min-ranks", "1", "--max-ranks", "1"], "--max-ranks 1"),

@@ -17,7 +17,7 @@ from paceline.collectives.elastic import ElasticGroup
 from paceline.protocol import healing
 from paceline.torch.strategies.elastic import chunks, state
 
-healing.SMALL_BYTES, healing.CHUNK_BYTES, healing.MOST_BYTES = 0, 400, 1500
+healing.SMALL_BYTES, healing.CHUNK_BYTES, healing.MOST_BYTES, healing.COMPARED_BYTES = 0, 400, 1500, 3000
 chunks._LEAST_BYTES = 0  # the state of the average and of the generator is divided too
 
 def watch(name, victim):
@@ -37,10 +37,10 @@ watch("receive_part", os.environ.get("RECEIVER"))
 
 compared = 0
 
-def checksums(chunks, count):
+def checksums(chunks, numbers):
     global compared
-    compared = count
-    return original_checksums(chunks, count)
+    compared = numbers.stop
+    return original_checksums(chunks, numbers)
 
 def split(numbers, sizes):
     print("differs", sum(number < compared for number in numbers), compared, len(sizes), flush=True)

@@ -17,6 +17,7 @@ from paceline.collectives.connections import Connections
 from paceline.collectives.operations import Operations, Work
 from paceline.collectives.ticket import CollectiveTicket, MessageTicket, no_waiting_in_callbacks
 from paceline.collectives.tuner import Candidate, Tuner, check_algorithm
+from paceline.environment import Timeout, timedelta_of
 from paceline.errors import CollectiveError, GroupClosedError, RankLostError, UsageError
 from paceline.meeting.group_names import EndedError
 from paceline.meeting.world import World
@@ -239,7 +240,7 @@ class Group(Closing):
         pending = self._connections.point_to_point().receive(memory.view(), source, tag, description)
         return MessageTicket(pending, self.timeout, memory)
 
-    def subgroup(self, ranks: Iterable[int], *, timeout: timedelta | None = None) -> Group | None:
+    def subgroup(self, ranks: Iterable[int], *, timeout: Timeout | None = None) -> Group | None:
         """Return a new group of some ranks of this group. The first rank in `ranks` is rank 0 of the new group.
 
         All ranks of the new group must call this method. Other ranks may call it too, and get None.
@@ -247,7 +248,8 @@ class Group(Closing):
         chosen = tuple(ranks)
         if len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen) or not chosen:
             raise UsageError(f"got ranks {list(chosen)}, expected different ranks from 0 to {self.size - 1}")
-        return self._create_subgroup(tuple(self.ranks[rank] for rank in chosen), timeout)
+        limit = None if timeout is None else timedelta_of(timeout)
+        return self._create_subgroup(tuple(self.ranks[rank] for rank in chosen), limit)
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
         """Divide this group by `color`, and return the new group of the ranks that passed this rank's `color`.

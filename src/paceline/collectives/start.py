@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.collectives.group import Group
 from paceline.collectives.tuner import check_algorithm
-from paceline.environment import environment, naming
+from paceline.environment import Timeout, environment, naming, timedelta_of
 from paceline.meeting.reachability import check_hosts
 from paceline.meeting.rendezvous import rendezvous
 from paceline.meeting.store import MemoryStore, Store
@@ -25,7 +25,7 @@ def init(
     *,
     address: str | None = None,
     token: str | None = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    timeout: Timeout = DEFAULT_TIMEOUT,
     algorithm: str | None = None,
     tls: TLS | None = None,
 ) -> Group:
@@ -34,13 +34,15 @@ def init(
     By default, `rank`, `world_size` and `address` (``host:port``) come from the environment variables that PyTorch's
     launchers set: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. `token` is a secret that all ranks
     share (default: ``PACELINE_TOKEN``). Ranks on several hosts need a token. The default of `algorithm` is
-    ``PACELINE_ALGORITHM``. `timeout` limits the time until all ranks are connected, and every later call. `tls`
-    encrypts all TCP traffic (default: ``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY`` and ``PACELINE_TLS_CA``).
+    ``PACELINE_ALGORITHM``. `timeout`, a timedelta or a number of seconds, limits the time until all ranks are
+    connected, and every later call. `tls` encrypts all TCP traffic (default: ``PACELINE_TLS_CERT``,
+    ``PACELINE_TLS_KEY`` and ``PACELINE_TLS_CA``).
 
     Raises UsageError for invalid arguments, AddressError if the port is in use, AuthenticationError if another rank has
     a different token, DeadlineError if rank 0 does not answer, RankLostError if ranks are missing, MismatchError if the
     ranks' algorithms differ, and CollectiveError if hosts cannot reach one another.
     """
+    timeout = timedelta_of(timeout)
     variables = environment()
     with naming(None if algorithm else "PACELINE_ALGORITHM"):
         check_algorithm(algorithm or variables.algorithm)

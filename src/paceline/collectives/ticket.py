@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from paceline.environment import Timeout, timedelta_of
 from paceline.errors import DeadlineError, UsageError
 from paceline.observe import recording
 
@@ -39,7 +40,7 @@ class CollectiveTicket:
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[CollectiveTicket], None]] = []
 
-    def wait(self, timeout: timedelta | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         """Wait until the call is done. If the call failed, raise its error.
 
         Raises DeadlineError after ``timeout``, but the call continues. Raises UsageError in a callback of the group's
@@ -47,11 +48,11 @@ class CollectiveTicket:
         """
         if not self._finished.is_set() and threading.current_thread() is self._worker:
             raise no_waiting_in_callbacks()
+        timeout_s = None if timeout is None else timedelta_of(timeout).total_seconds()
         with recording.waiting():
-            is_done = self._finished.wait(None if timeout is None else timeout.total_seconds())
+            is_done = self._finished.wait(timeout_s)
         if not is_done:
-            assert timeout is not None
-            raise DeadlineError(f"the call is not done after {timeout.total_seconds():g} s; wait again, or longer")
+            raise DeadlineError(f"the call is not done after {timeout_s:g} s; wait again, or longer")
         if self._error is not None:
             raise self._error
 
@@ -104,15 +105,15 @@ class MessageTicket(CollectiveTicket):
         self._is_copied_back = False
 
     @override
-    def wait(self, timeout: timedelta | None = None) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         """Wait until the send or receive is done.
 
         Without ``timeout``, raise RankLostError after the group's timeout.
         """
         if timeout is None:
             self._pending.wait(self._timeout.total_seconds())
-        elif not self._pending.wait_for(timeout.total_seconds()):
-            raise DeadlineError(f"the message is not done after {timeout.total_seconds():g} s; wait again, or longer")
+        elif not self._pending.wait_for(timedelta_of(timeout).total_seconds()):
+            raise DeadlineError(f"the message is not done after {timedelta_of(timeout)}; wait again, or longer")
         self._copy_back()
         if self._pending.error is not None:
             raise self._pending.error

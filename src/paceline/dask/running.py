@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 from typing_extensions import override
 
 from paceline.closing import Closing
+from paceline.environment import Timeout, timedelta_of
 from paceline.errors import PeerError, UsageError, first_line
 
 try:
@@ -39,7 +40,7 @@ def run(
     nproc_per_node: int = 1,
     strategy: str | None = None,
     servers: int | None = None,
-    timeout: timedelta = timedelta(minutes=1),
+    timeout: Timeout = timedelta(minutes=1),
 ) -> list[_T]:
     """Call ``function(*arguments)`` on every rank of a run; return the values of all ranks, by rank.
 
@@ -49,7 +50,7 @@ def run(
     - `num_nodes`: number of workers; default: all.
     - `workers`: the addresses of the workers, default: all of the cluster. The first worker has the first ranks.
     - `strategy`, `servers`: the options of ``paceline run``.
-    - `timeout`: time limit until these workers exist and each has started its part of the run.
+    - `timeout`: time limit (a timedelta, or seconds) until these workers exist and each has started its part.
 
     If a rank raises, the call raises the same exception. The cause of this exception is a PeerError with the rank, the
     worker and the traceback. Raises PeerError if a rank or a worker dies, and UsageError for wrong arguments. All
@@ -57,7 +58,7 @@ def run(
     """
     if not isinstance(client, Client) or client.asynchronous:
         raise UsageError(f"got the client {client!r}, expected a distributed.Client that is not asynchronous")
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timedelta_of(timeout).total_seconds()
     nodes = _wait_workers(client, num_nodes, workers, deadline)
     call = make_call(
         function,

@@ -143,7 +143,8 @@ class Coordinator:
 
     The first quorum has the `initial` processes, and the first `num_places` other processes that start. If one of these
     processes ends before the quorum starts, another process may take its place. Places that are free
-    `start_timeout_s` after the first start remain free.
+    `start_timeout_s` after the first start remain free. The quorum does not wait for a process in a free place if a
+    newcomer, which started too late for the first quorum, can enter the next one.
 
     The training fails if fewer than `min_ranks` members live, and not enough processes join within the time that the
     ranks' requests contain. The coordinator waits `report_timeout_s` for the members' reports, from the first report
@@ -282,14 +283,15 @@ class Coordinator:
         if self._num_places is not None:
             self._num_places += len(ended & self._initial)
             self._initial -= ended
-            return []
+            return self._start_first()
         if not self.quorum:
             num_left = len(self._initial & self._processes)
             if is_failure and num_left < self._min_ranks:
                 return self._fail_for_size(num_left)
             return self._start_first()
         if not is_old:
-            return []
+            is_short = is_failure and len(self._processes) < self._min_ranks and not self._has_ended
+            return self._fail_for_size(len(self._processes)) if is_short and not self._patience_s else []
         self._has_ended |= not is_failure
         if is_failure and self._has_ended:
             return self._fail("a rank failed after another rank had ended the training")
@@ -322,15 +324,16 @@ class Coordinator:
     def _close_places(self) -> list[QuorumInstruction]:
         """Start the first quorum with the processes that are present."""
         self._num_places = self._deadline_s = None
-        if len(self._initial) < self._min_ranks:
+        if len(self._processes) < self._min_ranks or not self._initial:
             return self._fail(
-                f"ranks that have started within {self._start_timeout_s:g} s: {len(self._initial)}, and --min-ranks is "
-                f"{self._min_ranks}"
+                f"ranks that have started within {self._start_timeout_s:g} s: {len(self._processes)}, and --min-ranks "
+                f"is {self._min_ranks}"
             )
         return self._start_first()
 
     def _start_first(self) -> list[QuorumInstruction]:
-        if self._awaited or self._num_places:
+        num_free, num_newcomers = self._num_places or 0, len(self._processes - self._initial)
+        if self._awaited or num_free > num_newcomers or (num_free and not self._initial):
             return []
         members = self._initial & self._waiting.keys()
         if not members:

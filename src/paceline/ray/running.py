@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 from typing_extensions import override
 
 from paceline.closing import Closing
+from paceline.environment import Timeout, timedelta_of
 from paceline.errors import UsageError
 from paceline.launch.engines.placement import Placement
 from paceline.launch.engines.ray_nodes import (
@@ -39,7 +40,7 @@ def run(
     servers: int | None = None,
     cpus_per_rank: float = 1,
     gpus_per_rank: float = 0,
-    timeout: timedelta = timedelta(minutes=1),
+    timeout: Timeout = timedelta(minutes=1),
 ) -> list[_T]:
     """Call ``function(*arguments)`` on every rank of a run; return the values of all ranks, by rank.
 
@@ -50,7 +51,7 @@ def run(
       chooses different nodes if they have room, and otherwise fewer nodes.
     - `strategy`, `servers`: the options of ``paceline run``.
     - `cpus_per_rank`, `gpus_per_rank`: resources that Ray reserves for each rank until the call returns.
-    - `timeout`: time limit until these resources are free and all nodes have started.
+    - `timeout`: time limit (a timedelta, or seconds) until these resources are free and all nodes have started.
 
     If a rank raises, the call raises the same exception. The cause of this exception is a PeerError with the rank, the
     node and the traceback. Raises PeerError if a rank or a node dies, and UsageError for wrong arguments or missing
@@ -70,10 +71,11 @@ def run(
         strategy=strategy,
         servers=servers,
     )
+    limit_s = timedelta_of(timeout).total_seconds()
     connect()
     resources = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
     with _RayRun(call, num_nodes, resources) as started:
-        return started.run(timeout.total_seconds())
+        return started.run(limit_s)
 
 
 class FunctionActor(NodeActor):

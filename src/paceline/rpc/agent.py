@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
+from paceline.environment import Timeout
 from paceline.errors import DeadlineError, PacelineError, UsageError
 from paceline.meeting.store import exchange
 from paceline.meeting.world import World
@@ -21,7 +22,7 @@ from paceline.rpc.callee_ends import CalleeEnds, run_local
 from paceline.rpc.caller_ends import GROUP, CallerEnds
 from paceline.rpc.calling import PendingReply
 from paceline.rpc.counting import ReferenceId
-from paceline.rpc.futures import Future, TimedFuture, Timeout
+from paceline.rpc.futures import Future, TimedFuture
 from paceline.rpc.references import ObjectTable
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import LocalWorker, Target, current_context

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from paceline.environment import Environment, environment
+from paceline.environment import Environment, Timeout, environment
 from paceline.errors import UsageError
 from paceline.meeting.rendezvous import Meeting, rendezvous
 from paceline.meeting.store import exchange
 from paceline.meeting.world import World
 from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import Allowed
-from paceline.rpc.futures import Future, Timeout, seconds_of
+from paceline.rpc.futures import Future, seconds_of
 from paceline.rpc.options import check_backend, settings_of
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import LocalWorker, current_agent, is_running, left_at, set_agent

@@ -12,12 +12,11 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from typing_extensions import override
 
+from paceline.environment import Timeout, timedelta_of
 from paceline.errors import DeadlineError, UsageError
 
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
-Timeout = timedelta | float
-"""A duration as a timedelta or as a number of seconds. 0 means no limit, as in torch.distributed.rpc."""
 _logger = logging.getLogger("paceline.rpc")
 _local = threading.local()
 
@@ -200,11 +199,9 @@ class TimedFuture(Future[_Result]):
 
 
 def seconds_of(timeout: Timeout) -> float:
-    if isinstance(timeout, timedelta):
-        return timeout.total_seconds()
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:
-        return float(timeout) or math.inf
-    raise UsageError(f"timeout is {timeout!r}; pass a duration: timedelta(seconds=5), or seconds (0: no limit)")
+    """Return a timeout in seconds. The number 0 means no limit, as in torch.distributed.rpc."""
+    has_limit = isinstance(timeout, timedelta) or timeout not in (0, math.inf)
+    return timedelta_of(timeout).total_seconds() if has_limit else math.inf
 
 
 def left_until(deadline: float) -> float:

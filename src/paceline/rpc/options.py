@@ -6,8 +6,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from paceline.environment import Timeout
 from paceline.errors import UsageError, printable
-from paceline.rpc.futures import Timeout, seconds_of
+from paceline.rpc.futures import seconds_of
 
 DEFAULT_TIMEOUT_S, DEFAULT_NUM_THREADS = 60.0, 64
 _FROM_ENVIRONMENT, _AT_ADDRESS = "env://", "tcp://"

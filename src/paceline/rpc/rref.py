@@ -8,10 +8,11 @@ from typing import Any, Generic, TypeVar
 
 from msgspec.msgpack import Ext
 
+from paceline.environment import Timeout
 from paceline.errors import ProtocolError, UsageError
 from paceline.rpc.allowed import allow, qualified_name
 from paceline.rpc.counting import ReferenceId
-from paceline.rpc.futures import Future, Timeout
+from paceline.rpc.futures import Future
 from paceline.rpc.references import Holding
 from paceline.rpc.running import LocalWorker, current_agent
 from paceline.rpc.wire.codec import REFERENCE, CannotSendError, Decoding, Encoding, add_kind

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from paceline.environment import Timeout
 from paceline.errors import UsageError
 from paceline.rpc.allowed import Allowed
-from paceline.rpc.futures import Future, Timeout, seconds_of
+from paceline.rpc.futures import Future, seconds_of
 from paceline.rpc.references import Holding, ObjectTable
 from paceline.rpc.serving import SpareThreads, Standby
 from paceline.rpc.workers import Directory

@@ -2,7 +2,14 @@
 package. The package ``paceline.torch`` implements the strategies.
 """
 
-from paceline.strategies.elastic import ELASTIC_ADVICE, ElasticFlags, ElasticOptions, choose_elastic, is_elastic
+from paceline.strategies.elastic import (
+    ELASTIC_ADVICE,
+    NO_GLOBAL_BATCH,
+    ElasticFlags,
+    ElasticOptions,
+    choose_elastic,
+    is_elastic,
+)
 from paceline.strategies.pipeline import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.strategies.registry import (
     MOST_PROCESSES,
@@ -24,6 +31,7 @@ __all__ = [
     "ElasticOptions",
     "MOST_PROCESSES",
     "NEUTRAL_SETTINGS",
+    "NO_GLOBAL_BATCH",
     "PipelineFlags",
     "PipelineOptions",
     "SCHEDULES",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from paceline.command_options import option, words_of
 from paceline.environment import Environment
@@ -22,8 +22,8 @@ class ElasticFlags:
     panel: ClassVar = "Failures"
 
     min_ranks: int | None = option(
-        "all-reduce: continue without ranks and nodes that die, while at least this many ranks live; paceline run also "
-        "replaces them, and without this option a death ends its run."
+        "all-reduce, hybrid: continue without ranks and nodes that die, while at least this many ranks live; paceline "
+        "run also replaces them, and without this option a death ends its run."
     )
     global_batch: int | None = option(
         "With --min-ranks: number of samples in a step of all ranks together, for any number of ranks; default: the "
@@ -49,6 +49,7 @@ class ElasticOptions(StrategyOptions):
     """The valid limits of an elastic training, created by :func:`choose_elastic`."""
 
     strategy: ClassVar[str] = "all-reduce"
+    """The default strategy of an elastic training."""
 
     min_ranks: int
     """The training ends if fewer ranks than this are alive."""
@@ -68,7 +69,17 @@ class ElasticOptions(StrategyOptions):
     def num_processes(self) -> int:
         return self.num_ranks
 
+    @classmethod
+    @override
+    def of_environment(cls, environment: Environment) -> Self | None:
+        if environment.strategy_options is None or environment.strategy not in ELASTIC_STRATEGIES:
+            return None
+        return cls.decode(environment.strategy_options)
 
+
+ELASTIC_STRATEGIES: Final = ("all-reduce", "hybrid")
+ELASTIC_FLAGS: Final = ("min_ranks", "global_batch", "balance", "drop_stragglers", "max_changes")
+NO_GLOBAL_BATCH: Final = "not supported with parameter servers, because they apply each rank's gradients separately"
 ELASTIC_ADVICE: Final = (
     "Start the script by paceline run --min-ranks N, or set PACELINE_COORDINATOR to the address of paceline coordinator"
 )
@@ -111,13 +122,21 @@ def _choose(given: Mapping[str, Any], processes: int | None) -> StrategyOptions 
     return choose_elastic(ElasticFlags(**given), processes)
 
 
+def choose_with_servers(given: Mapping[str, Any], processes: int | None) -> StrategyOptions | None:
+    """Check the flags of an elastic training with servers, as :func:`choose_elastic` does."""
+    if given.get("global_batch") is not None:
+        raise UsageError(f"--global-batch {given['global_batch']}: {NO_GLOBAL_BATCH}. Leave it out")
+    return _choose(given, processes)
+
+
 ALL_REDUCE: Final = StrategySpec(
     name=ElasticOptions.strategy,
     meaning="one process per device, gradients averaged by all-reduce",
     implementation="paceline.torch.strategies.all_reduce:AllReduce",
     filters=("gradients",),
     takes_snapshots=True,
-    flags=("min_ranks", "global_batch", "balance", "drop_stragglers", "max_changes"),
+    elastic_implementation="paceline.torch.strategies.elastic.strategy:ElasticAllReduce",
+    flags=ELASTIC_FLAGS,
     without_flags="cannot continue without a dead rank",
     choose_options=_choose,
     neutral_settings=("find_unused_parameters", "static_graph", "bucket_mb", "backend", "timeout"),

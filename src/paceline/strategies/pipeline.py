@@ -164,6 +164,7 @@ PIPELINE: Final = StrategySpec(
     name=PipelineOptions.strategy,
     meaning="the model's layers on several processes, batches split into microbatches",
     implementation="paceline.torch.strategies.pipeline.strategy:Pipeline",
+    only_copies="a stage of the model",
     flags=tuple(flag.name for flag in fields(PipelineFlags)),
     without_flags="has no pipeline stages",
     choose_options=_choose,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline.command_options import given_values
 from paceline.errors import UsageError
-from paceline.strategies.elastic import ALL_REDUCE, ElasticFlags
+from paceline.strategies.elastic import ALL_REDUCE, ELASTIC_FLAGS, ElasticFlags, choose_with_servers
 from paceline.strategies.pipeline import PIPELINE, PipelineFlags
 from paceline.strategies.sharding import SHARDED, ShardingFlags
 from paceline.strategies.spec import StrategyOptions, StrategySpec
@@ -55,8 +55,12 @@ STRATEGIES: Final[dict[str, StrategySpec]] = {
             name="hybrid",
             meaning="embeddings on servers, all other parameters by all-reduce",
             implementation=f"{_TORCH}.hybrid:Hybrid",
+            elastic_implementation=f"{_TORCH}.elastic.hybrid:ElasticHybrid",
             consistency="bounded:4",
             filters=("gradients", "tables"),
+            flags=ELASTIC_FLAGS,
+            without_flags=ALL_REDUCE.without_flags,
+            choose_options=choose_with_servers,
         ),
         PIPELINE,
         SHARDED,
@@ -202,4 +206,10 @@ def _check_flags(spec: StrategySpec, given: dict[str, Any]) -> None:
             shown = " ".join(
                 f"--{name.replace('_', '-')}" + ("" if given[name] is True else f" {given[name]}") for name in wrong
             )
-            raise UsageError(f"strategy {spec.name} {other.without_flags}. Leave {shown} out, or choose {other.name}")
+            reason, instead = other.without_flags, ""
+            if "min_ranks" in wrong and spec.only_copies:
+                reason += f", because each rank has the only copy of {spec.only_copies}"
+                instead = " and call strategy.save() and strategy.load()"
+                if spec.takes_snapshots:
+                    instead = " and pass --snapshot-dir DIR, so that the next start continues from the last snapshot"
+            raise UsageError(f"strategy {spec.name} {reason}. Leave {shown} out{instead}, or choose {other.name}")

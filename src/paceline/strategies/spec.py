@@ -57,6 +57,10 @@ class StrategySpec:
     """One line for the list of strategies: where the processes, the model and the gradients are."""
     implementation: str
     """The strategy's class, as ``module:class``. Only ``paceline.torch`` imports the class."""
+    elastic_implementation: str | None = None
+    """The class for ranks that may die and join; None if the strategy needs all ranks."""
+    only_copies: str = ""
+    """The data that no other rank has, so that the training cannot continue without a dead rank. For error messages."""
     is_one_process: bool = False
     """Whether the strategy runs in a single process, on any number of devices."""
     has_replicas: bool = False

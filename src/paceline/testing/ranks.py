@@ -17,6 +17,7 @@ import msgspec
 from typing_extensions import override
 
 from paceline.collectives import Group, MemoryStore, Store, join
+from paceline.environment import Timeout, timedelta_of
 from paceline.meeting.node import NodeInfo
 
 _T = TypeVar("_T")
@@ -30,7 +31,7 @@ def run_ranks(
     function: Callable[[Group], _T],
     *,
     hosts: Sequence[int] | None = None,
-    within: timedelta = timedelta(seconds=60),
+    within: Timeout = timedelta(seconds=60),
     **join_options: Any,
 ) -> list[_T]:
     """Run ``function(group)`` on ``size`` ranks, which are threads of this process, and return the results.
@@ -55,12 +56,13 @@ def run_ranks(
     threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + within.total_seconds()
+    within_s = timedelta_of(within).total_seconds()
+    deadline = time.monotonic() + within_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     lines = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
     late = [thread for thread in threads if thread.is_alive()]
-    lines += [f"{thread.name} has not ended within {within.total_seconds():g} s:\n{_stack(thread)}" for thread in late]
+    lines += [f"{thread.name} has not ended within {within_s:g} s:\n{_stack(thread)}" for thread in late]
     if lines:
         raise AssertionError("\n".join(lines)) from next(iter(errors.values()), None)
     return results

@@ -314,7 +314,7 @@ def test_invalid_arguments_of_calls(agents: list[Agent]) -> None:
             with pytest.raises(UsageError, match="kwargs is"):
                 begin(1, name, (1,), bad)
         for bad in (-5.0, "5", True, float("nan")):
-            with pytest.raises(UsageError, match=r"timeout is .*duration"):
+            with pytest.raises(UsageError, match=r"timeout=.*: expected seconds"):
                 begin(1, name, (1, 2), None, bad)
     assert call(a, 1, add, 1, 2, timeout=timedelta.max) == 3
     assert start(a, 1, add, 1, 2, timeout=timedelta.max).wait(timedelta.max) == 3

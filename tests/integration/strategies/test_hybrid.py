@@ -60,7 +60,7 @@ def test_rows_are_requested_one_iteration_in_advance() -> None:
         optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
         embedder = Embedder(ClusterTables(client))
         embedder.serve(find_embeddings(embedding), [optimizer])
-        embedder.step_with([optimizer], tick=client.tick)
+        embedder.step_with([optimizer], lambda stepped: embedder.step(stepped, client.tick))
         batches = [torch.tensor([7, 8, 20 + number]) for number in range(5)]
         seen = []
         for number, batch in enumerate(batches):

@@ -55,6 +55,20 @@ def test_a_rank_without_a_report() -> None:
         results.raise_cause()
 
 
+def test_a_rank_that_the_launcher_ended_is_not_the_cause() -> None:
+    results = RankResults(["node a"], 3)
+    results.add_end(0, -signal.SIGKILL, {0: value(1), 2: b""})
+    with pytest.raises(PeerError, match=r"^rank 1 on the node a .*SIGKILL"):
+        results.raise_cause()
+
+
+def test_the_launcher_ended_all_ranks() -> None:
+    results = RankResults(["node a"], 2)
+    results.add_end(0, -signal.SIGTERM, {0: b"", 1: b""})
+    with pytest.raises(PeerError, match=r"^ranks 0 and 1 on the node a .*SIGTERM"):
+        results.raise_cause()
+
+
 def test_an_exception_that_cannot_be_loaded() -> None:
     results = RankResults(["node a"], 1)
     results.add_end(0, 1, {0: pickle.dumps((None, b"no pickle", "text of the traceback"))})

@@ -226,8 +226,16 @@ class TestTracebacks:
         assert feed(shown, 1, [*OWN, b"next"], 0.1) == []
         due = shown.due()
         assert due is not None
-        assert shown.overdue(due) == [(1, [*OWN, b"next"])]
+        assert shown.overdue(due) == [(1, [b"the same traceback as rank 0\n", b"next"])]
         assert feed(shown, 1, [b"later"], due) == [b"later"]
+
+    def test_a_traceback_that_the_user_has_seen_is_not_repeated(self) -> None:
+        shown = Tracebacks()
+        other = traceback(b"ValueError: another one")
+        assert feed(shown, 0, OWN, 0.0) == OWN
+        assert feed(shown, 1, OWN, 0.1) == feed(shown, 2, other, 0.1) == []
+        assert shown.release(1) == [b"the same traceback as rank 0\n"]
+        assert shown.release(2) == other
 
     def test_an_incomplete_traceback_is_printed(self) -> None:
         shown = Tracebacks()

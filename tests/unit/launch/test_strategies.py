@@ -57,8 +57,20 @@ def test_consistency() -> None:
         ({"name": "parameter-server", "servers": -1}, "expected 1 or more"),
         ({"name": "parameter-server", "consistency": "soon"}, "'soon'"),
         (
-            {"name": "hybrid", "flags": StrategyFlags(elastic=ElasticFlags(min_ranks=1, balance=True))},
+            {"name": "parameter-server", "flags": StrategyFlags(elastic=ElasticFlags(min_ranks=1, balance=True))},
             "Leave --min-ranks 1 --balance out",
+        ),
+        (
+            {"name": "sharded", "flags": StrategyFlags(elastic=ElasticFlags(min_ranks=1))},
+            "each rank has the only copy of a part of the model. Leave --min-ranks 1 out and pass --snapshot-dir DIR",
+        ),
+        (
+            {"name": "pipeline", "flags": StrategyFlags(elastic=ElasticFlags(min_ranks=1))},
+            "the only copy of a stage of the model. Leave --min-ranks 1 out and call strategy.save()",
+        ),
+        (
+            {"name": "hybrid", "flags": StrategyFlags(elastic=ElasticFlags(min_ranks=1, global_batch=8))},
+            "--global-batch 8: not supported with parameter servers",
         ),
     ],
 )

@@ -11,7 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from tests.random_examples import num_examples
 
 from paceline.protocol import healing
-from paceline.protocol.healing import MOST_BYTES, SMALL_BYTES, Chunk, HealingProgress, divide_state, next_part
+from paceline.protocol.healing import (
+    MOST_BYTES,
+    SMALL_BYTES,
+    Chunk,
+    HealingProgress,
+    HealingStep,
+    divide_state,
+    next_step,
+)
 
 LARGE = [healing.CHUNK_BYTES] * (2 * SMALL_BYTES // healing.CHUNK_BYTES)
 
@@ -24,17 +32,37 @@ def test_chunks_cover_each_family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_state_is_sent_at_once() -> None:
-    assert next_part([HealingProgress()], [SMALL_BYTES], is_urgent=False) is None
-    assert next_part([HealingProgress()], [SMALL_BYTES, 1], is_urgent=False) == range(1)
+    assert next_step([HealingProgress()], [SMALL_BYTES], 1, is_urgent=False) == HealingStep(is_last=True)
+    assert next_step([HealingProgress()], [SMALL_BYTES, 1], 2, is_urgent=False) == HealingStep(range(1))
 
 
 def test_the_slowest_newcomer_determines_the_part() -> None:
     size = LARGE[0]
     progress = [HealingProgress(5, 3 * size), HealingProgress(3, 2 * size)]
-    assert next_part(progress, LARGE, is_urgent=False) == range(3, 5)
-    assert next_part([*progress, HealingProgress()], LARGE, is_urgent=False) == range(2)
-    assert next_part(progress, LARGE, is_urgent=True) is None
-    assert next_part([HealingProgress(len(LARGE))], LARGE, is_urgent=False) is None
+    assert next_step(progress, LARGE, len(LARGE), is_urgent=False) == HealingStep(range(3, 5))
+    assert next_step([*progress, HealingProgress()], LARGE, len(LARGE), is_urgent=False) == HealingStep(range(2))
+    assert next_step(progress, LARGE, len(LARGE), is_urgent=True) == HealingStep(compared=range(5), is_last=True)
+
+
+def test_received_chunks_are_compared_between_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = len(LARGE)
+    monkeypatch.setattr(healing, "COMPARED_BYTES", LARGE[0] * (total - 1))
+
+    def step(*progress: HealingProgress, is_urgent: bool = False, num_updated: int = total) -> HealingStep:
+        return next_step(progress, LARGE, num_updated, is_urgent=is_urgent)
+
+    received = HealingProgress(total)
+    assert step(received) == HealingStep(compared=range(total - 1))
+    begun = received.after_comparison(total - 1, is_equal=True)
+    assert step(begun) == HealingStep(compared=range(total - 1, total))
+    assert step(begun, received).compared == range(total - 1)
+    for is_urgent, num_updated in ((True, total), (False, total - 1)):
+        last = step(begun, is_urgent=is_urgent, num_updated=num_updated)
+        assert last == HealingStep(compared=range(total - 1, total), is_last=True)
+    assert step(begun.after_comparison(total, is_equal=True)) == HealingStep(compared=range(total, total), is_last=True)
+    unequal = begun.after_comparison(total, is_equal=False)
+    assert step(unequal) == HealingStep(compared=range(total), is_last=True)
+    assert step(unequal, HealingProgress()).part
 
 
 def test_parts_grow_until_a_newcomer_waits_for_them() -> None:
@@ -51,7 +79,7 @@ def test_parts_are_bounded_and_complete(sizes: list[int]) -> None:
     assert [*itertools.chain(*parts)] == [*range(len(sizes))]
     assert all(sum(sizes[number] for number in part) <= MOST_BYTES for part in parts)
     progress = HealingProgress()
-    while (part := next_part([progress], sizes, is_urgent=False)) is not None:
+    while part := next_step([progress], sizes, len(sizes), is_urgent=False).part:
         num_bytes = sum(sizes[part.start : part.stop])
         assert num_bytes <= MOST_BYTES
         progress = progress.after_part(part.stop, num_bytes, 0.0)
@@ -63,13 +91,15 @@ class Newcomer:
         self.progress = HealingProgress()
 
 
-NUM_CHUNKS = 6
+NUM_CHUNKS, NUM_UPDATED = 6, 5
 UNSAFE = {1: 4, 2: 0}
 """The updates of these chunks depend on another chunk, which may arrive earlier or later."""
 
 
-def update(state: list[int], gradient: int) -> list[int]:
-    return [hash((value, state[UNSAFE.get(number, number)], gradient)) for number, value in enumerate(state)]
+def update(state: list[int], gradient: int, *, is_ready: bool = True) -> list[int]:
+    """Only ready ranks change the last chunk, by their own code, and not in each step."""
+    values = [hash((value, state[UNSAFE.get(number, number)], gradient)) for number, value in enumerate(state)]
+    return values[:NUM_UPDATED] + ([state[-1] + gradient // 8] if is_ready else state[-1:])
 
 
 class Healing(RuleBasedStateMachine):
@@ -103,27 +133,31 @@ class Healing(RuleBasedStateMachine):
         source = self.ready[0]
         if self.newcomers:
             sizes = [SMALL_BYTES] * NUM_CHUNKS
-            part = next_part([each.progress for each in self.newcomers], sizes, is_urgent=is_urgent)
+            step = next_step([each.progress for each in self.newcomers], sizes, NUM_UPDATED, is_urgent=is_urgent)
+            part, compared = (slice(numbers.start, numbers.stop) for numbers in (step.part, step.compared))
+            is_equal = all(newcomer.state[compared] == source[compared] for newcomer in self.newcomers)
             for number, newcomer in enumerate(self.newcomers):
-                if part is None:
-                    self.finish(newcomer, source)
+                if step.is_last:
+                    self.finish(newcomer, source, step.compared)
+                elif step.compared:
+                    newcomer.progress = newcomer.progress.after_comparison(compared.stop, is_equal=is_equal)
                 elif number not in lost:
-                    newcomer.state[part.start : part.stop] = source[part.start : part.stop]
-                    newcomer.progress = newcomer.progress.after_part(part.stop, len(part) * SMALL_BYTES, 0.0)
-            if part is None:
+                    newcomer.state[part] = source[part]
+                    newcomer.progress = newcomer.progress.after_part(part.stop, len(step.part) * SMALL_BYTES, 0.0)
+            if step.is_last:
                 self.newcomers = []
         self.ready = [update(state, gradient) for state in self.ready]
         for newcomer in self.newcomers:
-            newcomer.state = update(newcomer.state, gradient)
+            newcomer.state = update(newcomer.state, gradient, is_ready=False)
         assert all(state == self.ready[0] for state in self.ready)
 
-    def finish(self, newcomer: Newcomer, source: list[int]) -> None:
+    def finish(self, newcomer: Newcomer, source: list[int], compared: range) -> None:
         received = newcomer.progress.num_received or 0
         for number in range(NUM_CHUNKS):
             is_equal = newcomer.state[number] == source[number]
             # A chunk is sent once, unless its update depends on a chunk that has arrived later.
-            assert is_equal or number >= received or number in UNSAFE
-            if number >= received or not is_equal:
+            assert is_equal or number >= received or number in UNSAFE or number >= NUM_UPDATED
+            if number >= received or (number in compared and not is_equal):
                 newcomer.state[number] = source[number]
         self.ready.append(newcomer.state)
 

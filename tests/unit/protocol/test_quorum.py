@@ -327,6 +327,42 @@ def test_the_place_of_a_dead_process_is_free_again() -> None:
     assert started(coordinator.joined(JoinRequest(2, 0))).members == (0, 2)
 
 
+def test_a_newcomer_replaces_an_initial_process_that_dies_before_the_first_quorum() -> None:
+    coordinator = open_start(min_ranks=2)
+    for member in range(3):
+        coordinator.started(member, 1.0)
+    assert coordinator.joined(JoinRequest(2, 0)) == coordinator.joined(JoinRequest(0, 0)) == []
+    first, announcement = coordinator.ended(1, is_failure=True)
+    assert first == StartQuorum(1, (0,), 0, 1)
+    assert announcement == AnnounceNewcomers(1)
+    assert started(coordinator.reported(report(0, 1, 4, epoch=0), 5.0)) == StartQuorum(2, (0, 2), 4, 1)
+    assert coordinator.time_passed(100.0) == []
+
+
+def test_a_newcomer_dies_before_it_replaces_an_initial_process() -> None:
+    coordinator = open_start(min_ranks=2)
+    for member in range(3):
+        coordinator.started(member, 1.0)
+    coordinator.joined(JoinRequest(0, 0))
+    assert started(coordinator.ended(1, is_failure=True)).members == (0,)
+    (failure,) = coordinator.ended(2, is_failure=True)
+    assert isinstance(failure, FailTraining)
+    assert "1 rank is left, and --min-ranks is 2" in failure.reason
+
+
+def test_newcomers_do_not_begin_a_training() -> None:
+    """They have computed alone. New processes take the free places."""
+    coordinator = open_start()
+    for member in range(4):
+        coordinator.started(member, 1.0)
+    coordinator.joined(JoinRequest(2, 0))
+    coordinator.joined(JoinRequest(3, 0))
+    assert coordinator.ended(0, 1, is_failure=True) == []
+    coordinator.started(4, 2.0)
+    assert not coordinator.is_newcomer(4)
+    assert started(coordinator.joined(JoinRequest(4, 0))).members == (4,)
+
+
 def test_the_first_quorum_starts_without_the_missing_processes() -> None:
     coordinator = open_start()
     coordinator.started(0, 1.0)

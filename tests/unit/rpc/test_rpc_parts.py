@@ -97,7 +97,7 @@ def test_durations_may_be_numbers_of_seconds() -> None:
     assert seconds_of(timedelta(0)) == 0
     bad: Any
     for bad in (-2, True, math.nan, "5", None):
-        with pytest.raises(UsageError, match=r"timeout is .*duration"):
+        with pytest.raises(UsageError, match=r"timeout=.*: expected seconds"):
             seconds_of(bad)
 
 

@@ -333,7 +333,7 @@ def train(tables: ReplicatedTables, *, changes: bool = False) -> list[torch.Tens
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     embedder = Embedder(tables)
     embedder.serve(find_embeddings(model), [optimizer])
-    embedder.step_with([optimizer], tick=lambda: None)
+    embedder.step_with([optimizer], lambda stepped: embedder.step(stepped, lambda: None))
     generator, widths = torch.Generator().manual_seed(1), {"x": 5, "keys": 3}
     data = [
         {name: torch.randint(0, 30, (5 - number // 7, width), generator=generator) for name, width in widths.items()}

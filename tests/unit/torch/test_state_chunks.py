@@ -60,7 +60,7 @@ def test_a_newcomer_gets_the_same_state() -> None:
     copies.unpack(chunks.pack(numbers), numbers)
     for name in own.rest:
         own.by_name[name].copy_(StateTensors(source).by_name[name])
-    assert np.array_equal(copies.checksums(len(numbers)), chunks.checksums(len(numbers)))
+    assert np.array_equal(copies.checksums(numbers), chunks.checksums(numbers))
     found = StateTensors(newcomer)
     for name, tensor in StateTensors(source).by_name.items():
         if not name.startswith("registered/"):
@@ -71,10 +71,11 @@ def test_a_newcomer_gets_the_same_state() -> None:
 def test_checksums_find_the_changed_chunks() -> None:
     strategy = train(1)
     chunks = StateTensors(strategy).chunks()
-    before = chunks.checksums(len(chunks.sizes))
+    numbers = range(len(chunks.sizes))
+    before = chunks.checksums(numbers)
     weight = next(parameter for parameter in strategy.optimizers[0].state if parameter.ndim == 4)
     strategy.optimizers[0].state[weight]["exp_avg"][-1, -1, -1, -1] += 1.0
-    assert np.flatnonzero(chunks.checksums(len(before)) != before).tolist() == [4]
+    assert np.flatnonzero(chunks.checksums(numbers) != before).tolist() == [4]
 
 
 def test_another_model_is_an_error() -> None:

@@ -75,6 +75,8 @@ class RankResults:
         self._living.discard(number)
         node = self._nodes[number]
         for rank, report in reports.items():
+            if not report:
+                continue
             value, error, text = pickle.loads(report)
             if value is not None:
                 self._values[rank] = value
@@ -85,7 +87,8 @@ class RankResults:
                 error.__cause__ = cause
                 cause = error
             self._add(RankFailure(rank, 1, tuple(text.encode().splitlines())), cause)
-        silent = [rank for rank in self._ranks_of(number) if rank not in reports]
+        ended = [rank for rank in self._ranks_of(number) if not reports.get(rank)]
+        silent = [rank for rank in ended if rank not in reports] or ended
         if silent and (status != 1 or not self._failures):  # the status is 1 if a rank has raised an exception
             text = f"{name_ranks(silent)} on the {node} {describe_status(status)}, and returned no value"
             self._add(RankFailure(silent[0], status, ()), PeerError(f"{text}. See the output of the ranks"))

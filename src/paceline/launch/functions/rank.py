@@ -1,15 +1,18 @@
 """The program of a rank: call the function in a folder, and report its end.
 
-A report is a pickled tuple: the pickled value of the function, its pickled exception, and the text of the traceback.
+A report is a pickled tuple: the pickled value of the function, its pickled exception, and the text of the traceback. It
+is empty if the launcher ended the rank by SIGTERM, because another rank failed.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import cloudpickle
@@ -26,6 +29,13 @@ RANK_MODULE: Final = "paceline.launch.functions.rank"
 def main() -> None:
     """Call the function. Its exception ends this process, so that ``paceline run`` ends the other ranks."""
     path = Path(sys.argv[1], f"{environment().rank}.partial")
+
+    def end(number: int, frame: FrameType | None) -> None:
+        path.with_suffix(REPORT_SUFFIX).touch()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
     try:
         report = (_call(path.with_name(PROGRAM).read_bytes()), None, "")
         _write(path, report)

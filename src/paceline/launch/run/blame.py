@@ -159,13 +159,16 @@ class Tracebacks:
 
     A traceback is held until its last line has arrived. It is held longer if another rank caused the failure, or if
     another rank's traceback was just shown, because a rank will probably end soon. The caller then calls :meth:`blame`
-    with the rank that caused the failure, and only its tracebacks are shown. Without this call, all are shown.
+    with the rank that caused the failure, and only its tracebacks are shown. Without this call, all are shown, but a
+    traceback that equals another rank's last one is replaced by a line.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, _HeldTraceback] = {}
         self._shown: tuple[int, float] | None = None
         """The rank and the time of the last shown traceback."""
+        self._last: tuple[int, list[bytes]] = (0, [])
+        """The rank and the lines of the last traceback that was shown in full."""
         self._culprit: int | None = None
         self._is_over = False
         self.num_dropped = 0
@@ -197,7 +200,7 @@ class Tracebacks:
 
     def _show(self, rank: int, time_s: float) -> list[bytes]:
         self._shown = (rank, time_s)
-        return self._held.pop(rank).lines
+        return self.release(rank)
 
     def due(self) -> float | None:
         """Return the time at which :meth:`overdue` will next return lines; None if no lines have a time limit."""
@@ -219,7 +222,14 @@ class Tracebacks:
 
     def release(self, rank: int) -> list[bytes]:
         """Return the held lines of a rank, to show them now."""
-        return self._held.pop(rank).lines if rank in self._held else []
+        held = self._held.pop(rank, None)
+        if held is None:
+            return []
+        other, lines = self._last
+        if lines and held.lines[: len(lines)] == lines and other != rank and not self._is_over:
+            return [b"the same traceback as rank %d\n" % other, *held.lines[len(lines) :]]
+        self._last = rank, held.lines
+        return held.lines
 
     def finish(self) -> list[tuple[int, list[bytes]]]:
         """End the output: return all held lines by rank or, after :meth:`blame`, drop and count them."""

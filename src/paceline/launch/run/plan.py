@@ -207,8 +207,8 @@ def lay_out_worker(cluster: ClusterFile, index: int) -> Layout:
 
 
 def servers_of_node(servers: int, nnodes: int, node_rank: int) -> tuple[int, ...]:
-    """Return the numbers of the servers that a node starts, assigned round robin."""
-    return tuple(range(node_rank, servers, nnodes))
+    """Return the numbers of the servers that a node starts, assigned round robin. Nodes that join later start none."""
+    return tuple(range(node_rank, servers, nnodes)) if node_rank < nnodes else ()
 
 
 def plan_ranks(

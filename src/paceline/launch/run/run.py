@@ -76,7 +76,7 @@ def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None)
     if choice.consistency is not None:
         settings = options.pushes.make_settings(
             num_servers=choice.servers,
-            num_workers=setup.num_ranks,
+            num_workers=choice.options.min_ranks if isinstance(choice.options, ElasticOptions) else setup.num_ranks,
             consistency=str(choice.consistency),
             stale=stale,
             replicas=choice.server_replicas,
@@ -248,7 +248,9 @@ def _run_ranks(
                 tracebacks,
                 world_size=layout.world_size,
                 log_dir=options.log_dir,
-                find_lost_server=next((found.failure for found in (servers, elastic) if found), lambda: None),
+                find_lost_server=lambda: next(
+                    filter(None, (part.failure() for part in (servers, elastic) if part)), None
+                ),
                 elastic=elastic,
             )
             status = loop.run(signals)

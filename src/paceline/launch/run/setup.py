@@ -78,6 +78,7 @@ def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
     else:
         layout = _lay_out_launcher(options, placement)
     choice = _choose(options, layout.world_size)
+    num_first_nodes = layout.world_size // len(layout.ranks)
     layout = replace(layout, world_size=_find_max_ranks(options, choice, layout, can_grow=placement is None))
     if not layout.master_port:
         layout = _with_free_port(layout)
@@ -93,7 +94,7 @@ def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
         token = _need_token(f"the ranks of {nnodes} nodes")
     share = None
     if choice.consistency is not None and (nnodes > 1 or placement is not None):
-        share = _share_of_node(options, choice, layout, nnodes, placement)
+        share = _share_of_node(options, choice, layout, num_first_nodes, placement)
     elif options.job == "server":
         raise UsageError(f"--job server: strategy {choice.name} has no servers")
     return Setup(

@@ -70,18 +70,19 @@ class Embedder:
 
     # The following methods are called during the training loop.
 
-    def step_with(self, optimizers: Iterable[Optimizer], tick: Callable[[], None] | None = None) -> None:
-        """Call :meth:`step` at the end of each step of an optimizer that updates rows."""
+    def step_with(self, optimizers: Iterable[Optimizer], step: Callable[[Optimizer], None] | None = None) -> None:
+        """Call `step`, by default :meth:`step`, at the end of each step of an optimizer that updates rows."""
+        call = step or self.step
         for optimizer in optimizers:
             if any(other is optimizer for _, other in self._sources):
-                hook = optimizer.register_step_post_hook(lambda stepped, *_: self.step(stepped, tick))
-                self._hooks.append(hook)
+                self._hooks.append(optimizer.register_step_post_hook(lambda stepped, *_: call(stepped)))
 
-    def step(self, optimizer: Optimizer, tick: Callable[[], None] | None = None) -> None:
+    def step(self, optimizer: Optimizer, tick: Callable[[], None] | None = None, *, has_effect: bool = True) -> None:
         """Apply the gradients of the rows that `optimizer` updates. Every rank calls this in every iteration.
 
-        `tick` ends the iteration on the servers. This method calls it after sending the gradients. A caller without
-        `tick` must end the iteration itself, and then call :meth:`ticked`.
+        Without `has_effect`, the gradients are dropped. `tick` ends the iteration on the servers. This method calls it
+        after sending the gradients. A caller without `tick` must end the iteration itself, and then call
+        :meth:`ticked`.
         """
         for follower in self._followers:
             if follower.optimizer is optimizer:
@@ -98,7 +99,8 @@ class Embedder:
                 dim = grads.shape[1]
                 keys, grads = sum_equal_keys([keys for keys, _ in gradients], [grads for _, grads in gradients], dim)
             pushes.append((table, keys, grads))
-        self._row_tables.push(pushes)
+        if has_effect:
+            self._row_tables.push(pushes)
         if self._prefetcher is not None:
             self._prefetcher.stepped()
         if tick is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from typing_extensions import override
 
@@ -28,9 +28,10 @@ class ClusterTable(RowTable):
 
     is_shared = True
 
-    def __init__(self, client: Client, table: SparseTable) -> None:
+    def __init__(self, client: Client, table: SparseTable, may_set_update: Callable[[], bool]) -> None:
         self._client = client
         self._table = table
+        self._may_set_update = may_set_update
 
     @property
     @override
@@ -47,9 +48,9 @@ class ClusterTable(RowTable):
 
     @override
     def set_update(self, rule: UpdateRule) -> None:
-        """Change the update rule. Only rank 0 sends the change to the servers."""
+        """Change the update rule. Only some ranks send the change to the servers."""
         rule.check_follows(from_fields(RULES, self.spec.update), f"embedding {self.spec.name!r}")
-        if self._client.rank == 0:
+        if self._may_set_update():
             self._table.set_update(rule)
         else:
             self._table.spec = self.spec.with_update(to_fields(rule))
@@ -79,9 +80,13 @@ class ClusterTables(RowTables):
     after the previous iteration has ended.
     """
 
-    def __init__(self, client: Client, filters: RowFilters = _NO_FILTERS) -> None:
+    def __init__(
+        self, client: Client, filters: RowFilters = _NO_FILTERS, may_set_update: Callable[[], bool] | None = None
+    ) -> None:
+        """`may_set_update` returns whether this rank sends changes of update rules; default: only rank 0."""
         self._client = client
         self._filters = filters
+        self._may_set_update = may_set_update or (lambda: client.rank == 0)
         self.lead = 0 if client.consistency.tau == 0 else 1
 
     @override
@@ -97,7 +102,7 @@ class ClusterTables(RowTables):
             filters=pushed,
             pull_filters=pulled,
         )
-        table = ClusterTable(self._client, made)
+        table = ClusterTable(self._client, made, self._may_set_update)
         table.set_update(declared.update)  # the table of an earlier training may have another learning rate
         return table
 

@@ -1,4 +1,4 @@
-"""Describe models and optimizers, so that the ranks can check that they have the same model and optimizer."""
+"""Describe models, optimizers and registered states, for checks that all ranks have the same ones."""
 
 from __future__ import annotations
 
@@ -66,6 +66,17 @@ def describe_other_optimizer(rank: int, own: list[list[str]], first: list[list[s
     return (
         f"rank {rank} has another optimizer than rank 0: {differing[0]} instead of {differing[1]} in parameter group "
         f"{position}; create the same optimizer on every rank"
+    )
+
+
+def describe_other_names(rank: int, own: list[str], first: list[str]) -> str:
+    """Describe the difference between two ranks' registered states."""
+    missing, extra = ([name for name in a if name not in b] for a, b in ((first, own), (own, first)))
+    name = (missing or extra)[0]
+    has, other_has = ("has not", "has") if missing else ("has", "has not")
+    return (
+        f"rank {rank} {has} registered the state {name!r}, but rank 0 {other_has}: call register_state({name!r}, ...) "
+        "on every rank, before the loop"
     )
 
 

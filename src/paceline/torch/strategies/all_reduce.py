@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.collectives import Group
-from paceline.environment import environment, naming
+from paceline.environment import Timeout, environment, naming, timedelta_of
 from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
@@ -69,7 +69,7 @@ class AllReduce(Strategy):
         find_unused_parameters: bool = False,
         bucket_mb: float = 25,
         static_graph: bool = False,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
         check_compression(compression)
         source = "PACELINE_FILTERS" if filters is None else None
@@ -94,7 +94,7 @@ class AllReduce(Strategy):
             raise UsageError(f"backend='nccl' needs a CUDA device, but this rank has {chosen}: leave backend out")
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        super().__init__(self._meet(timeout, backend or "paceline"), device=chosen, seed=seed)
+        super().__init__(self._meet(timedelta_of(timeout), backend or "paceline"), device=chosen, seed=seed)
         self.takes_uneven = join
         self._compression = compression
         self._filters = filters

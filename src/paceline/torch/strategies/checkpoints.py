@@ -19,6 +19,7 @@ from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.ps import RULES, SGD, from_fields
 from paceline.ps.messages import TableSpec
 from paceline.storage.model_directory import CHECKPOINT, SavedModel, read_model, save_model
+from paceline.torch.strategies.agreement import describe_other_names
 from paceline.torch.strategies.base import Strategy, check_dense, state_of
 from paceline.torch.strategies.json_values import from_json, like, to_json
 from paceline.torch.update_rules import rule_of
@@ -31,6 +32,7 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
     values = strategy.gather_values()
     states = [strategy.gather_optimizer_state(number) for number in range(len(optimizers))]
     positions = strategy._ranks.exchange([loader.state_dict() for loader in strategy.loaders])
+    strategy._ranks.agree(strategy.registered.names, describe_other_names)
     _wait_for_rows(strategy)
 
     def write() -> None:
@@ -63,6 +65,7 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
 def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any]:
     module, optimizers = _prepared(strategy, "load"), strategy.optimizers
     saved, description, values, states = _together(strategy, lambda: _read(strategy, module, directory))
+    strategy._ranks.agree(strategy.registered.names, describe_other_names)
     _wait_for_rows(strategy)
     strategy._scatter_values(values)
     for number, state in states.items():

@@ -25,8 +25,6 @@ from paceline.strategies import (
 from paceline.torch.strategies.base import Strategy, warn
 from paceline.torch.strategies.snapshots import Snapshots
 
-_ELASTIC = "paceline.torch.strategies.elastic.strategy:ElasticAllReduce"
-
 
 def class_of(spec: StrategySpec) -> type[Strategy]:
     module, _, name = spec.implementation.partition(":")
@@ -73,12 +71,12 @@ def strategy(
     ``bucket_mb``, ``timeout`` and ``find_unused_parameters=True``, which parameter-server treats as ``unused="skip"``.
 
     If the environment has a coordinator (``paceline run --min-ranks``, or ``PACELINE_COORDINATOR``), the strategy is
-    ``all-reduce`` with ranks that may die and join. With `elastic`, a missing coordinator is an error.
+    ``all-reduce`` or ``hybrid`` with ranks that may die and join. With `elastic`, a missing coordinator is an error.
 
     With a `snapshot_dir`, or ``PACELINE_SNAPSHOT_DIR``, the training writes a checkpoint to this directory every
     `snapshot_every` (``PACELINE_SNAPSHOT_EVERY``, default ``"10m"``). If the directory has a checkpoint, the training
-    loop continues from it, without a change of the script. Snapshots need ``one-device`` or ``all-reduce``, and one
-    loader.
+    loop continues from it, without a change of the script. Snapshots need ``one-device``, ``all-reduce`` or
+    ``sharded``, and one loader.
 
     Raises UsageError for an unknown name, or an option that the strategy does not have.
     """
@@ -89,8 +87,8 @@ def strategy(
     if chosen is None:
         chosen = default_strategy(has_servers=settings.scheduler is not None, num_ranks=find_rank(settings)[1])
     spec = check_strategy(chosen, "strategy" if name else "PACELINE_STRATEGY")
-    if chosen == ElasticOptions.strategy and is_elastic(settings):
-        spec = replace(spec, implementation=_ELASTIC)
+    if spec.elastic_implementation is not None and is_elastic(settings):
+        spec = replace(spec, implementation=spec.elastic_implementation)
     elif elastic or (settings.coordinator is not None and name is None):
         source = "elastic=True" if elastic else f"PACELINE_COORDINATOR={settings.coordinator}"
         elastic_spec = STRATEGIES[ElasticOptions.strategy]

@@ -12,11 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from paceline.environment import timedelta_of
 from paceline.filters import Filter
 from paceline.filters.gradients import are_for_gradients
 from paceline.protocol import Consistency
 from paceline.ps import Client
-from paceline.torch.embeddings import ClusterTables, RowTables
+from paceline.torch.embeddings import ClusterTables, Embedder, RowTables
 from paceline.torch.gradient_filters import row_filters
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import warn
@@ -67,7 +68,9 @@ class Hybrid(AllReduce):
         super().__init__(device=device, seed=seed, filters=averaged, **options)
         self._client: Client | None = None
         try:
-            self._client = connect_workers(self.name, self.rank, options.get("timeout", DEFAULT_TIMEOUT))
+            self._client = connect_workers(
+                self.name, self._worker_rank, timedelta_of(options.get("timeout", DEFAULT_TIMEOUT))
+            )
             check_cluster(self._client, self.name, consistency, replicas, min_replicas)
         except BaseException:
             self.close()
@@ -75,15 +78,24 @@ class Hybrid(AllReduce):
         self._takes_part = True
         atexit.register(self._leave)
 
+    @property
+    def _worker_rank(self) -> int | None:
+        """The number of this process among the servers' workers; None: the scheduler chooses a free number."""
+        return self.rank
+
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         embedder, self.embedder = self.embedder, None  # hide it from all-reduce: the servers update the rows
         if embedder is None and self.is_main:
             warn("strategy hybrid: this model has no embeddings of paceline.torch, so the servers are not used")
         spread = super()._spread(models, optimizers)
         if embedder is not None:
-            embedder.step_with(optimizers, self._tick)
             self.embedder = embedder
+            self._step_with(embedder, optimizers)
         return spread
+
+    def _step_with(self, embedder: Embedder, optimizers: list[Optimizer]) -> None:
+        """Send the gradients of rows, and end the iteration on the servers, in each step of an optimizer."""
+        embedder.step_with(optimizers, lambda optimizer: embedder.step(optimizer, self._tick))
 
     def _row_tables(self) -> RowTables:
         assert self._client is not None, "prepare() comes before close()"

@@ -51,7 +51,7 @@ class RegisteredStates:
         The names of an object's tensors begin with the object's name and a slash.
         """
         tensors: dict[str, torch.Tensor] = {}
-        return {name: _encode(name, known, tensors) for name, known in self._objects.items()}, tensors
+        return {name: _encode(name, self._objects[name], tensors) for name in self.names}, tensors
 
     def load(self, states: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Load states from :meth:`encode`, after JSON was decoded. Unknown names are ignored."""
@@ -59,11 +59,9 @@ class RegisteredStates:
             if name in states:
                 known.load_state_dict(like(known.state_dict(), _with_tensors(states[name], tensors)))
 
-    def check_complete(self, names: Mapping[str, Any]) -> None:
-        """Raise UsageError if another rank has registered names that this rank has not."""
-        missing = ", ".join(repr(name) for name in names if name not in self._objects)
-        if missing:
-            raise UsageError(f"the other ranks have registered {missing}: call register_state() before the loop")
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._objects)
 
 
 def _encode(name: str, known: Any, tensors: dict[str, torch.Tensor]) -> Any:

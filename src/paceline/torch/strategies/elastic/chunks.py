@@ -51,12 +51,14 @@ class StateTensors:
                 self.by_name[f"optimizer/{number}/{index}/{key}"] = value
                 if _is_dense(value) and value.numel() == parameter.numel():
                     families.setdefault(_memory_key(parameter), []).append(f"optimizer/{number}/{index}/{key}")
+        self.num_updated = len(families)
+        """The number of families of the model and the optimizers."""
         for name, tensor in registered.items():
             self.by_name[f"registered/{name}"] = tensor
             if _is_dense(tensor) and tensor.nbytes >= _LEAST_BYTES:
                 families[name] = [f"registered/{name}"]
         self.families = list(families.values())
-        """The names of each family's tensors."""
+        """The names of each family's tensors. The families of registered states are the last ones."""
         self.rest = self.by_name.keys() - {name for family in self.families for name in family}
         """The names of the tensors in no family."""
 
@@ -141,9 +143,12 @@ class StateChunks:
         for memory, part in zip(parts, torch.split(message, [len(memory) for memory in parts]), strict=True):
             memory.copy_(part)
 
-    def checksums(self, count: int) -> npt.NDArray[np.uint64]:
-        """Return the checksums of the first `count` chunks."""
-        return np.array([_checksum(self._memory(number)) for number in range(count)], np.uint64)
+    def count_before(self, family: int) -> int:
+        """Return the number of chunks of the families before `family`."""
+        return sum(chunk.family < family for chunk in self._chunks)
+
+    def checksums(self, numbers: Iterable[int]) -> npt.NDArray[np.uint64]:
+        return np.array([_checksum(self._memory(number)) for number in numbers], np.uint64)
 
 
 def _checksum(parts: Iterable[torch.Tensor]) -> int:

@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import Sampler
@@ -19,6 +19,9 @@ from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.elastic.training import ElasticTraining
 from paceline.torch.strategies.loaders import Loader, Position, moved, with_samplers
 from paceline.torch.strategies.sampling import is_sharded, seeded, set_epoch
+
+_Round: TypeAlias = tuple[Any, StepRound[Any]]
+"""A batch of this rank, and the batches of all ranks at the same time."""
 
 
 class ElasticLoader(Loader):
@@ -162,7 +165,7 @@ class ElasticLoader(Loader):
         self._training.begin_epoch(self, epoch)
         self._training.steps.begin_epoch(self, leases)
         division: tuple[Any, Any] = ((), None)
-        batches: Iterator[tuple[Any, StepRound[Any]]] = iter(())
+        batches: Iterator[_Round] = iter(())
         snapshots = self._strategy.snapshots
         is_repeating = snapshots is not None and snapshots.is_repeating
         num_steps = 0
@@ -174,7 +177,7 @@ class ElasticLoader(Loader):
                 break
             if division != self._training.division:
                 division = self._training.division
-                batches = self._rounds(leases, position)
+                batches = self._prefetching_rounds(self._rounds(leases, position))
                 num_steps = 0
             if snapshots is not None and not is_repeating and self._training.steps.is_idle:
                 snapshots.save_if_due(self._strategy, num_steps)
@@ -190,7 +193,7 @@ class ElasticLoader(Loader):
             self._leases = self._reading = None
         self._training.end_epoch(self, epoch)
 
-    def _rounds(self, leases: EpochLeases, position: Position) -> Iterator[tuple[Any, StepRound[Any]]]:
+    def _rounds(self, leases: EpochLeases, position: Position) -> Iterator[_Round]:
         """Return this rank's batches from the current position on. The round of a batch has one batch of every rank."""
         loader = self._given
         rank, size = self._strategy.data_place
@@ -212,6 +215,19 @@ class ElasticLoader(Loader):
         own = _RoundSampler(sampler, remaining, split, rounds, is_batched=loader.batch_size is not None)
         inner = with_samplers(loader, *((own, None) if loader.batch_sampler is None else (loader.sampler, own)))
         return ((self._on_device(batch), rounds.popleft()) for batch in inner)
+
+    def _prefetching_rounds(self, rounds: Iterator[_Round]) -> Iterator[_Round]:
+        """Yield the batches and rounds. While the loop computes a batch, the embedder fetches the next batch's rows."""
+        embedder = self._strategy.embedder
+        if embedder is None:
+            yield from rounds
+            return
+        following = next(rounds, None)
+        while following is not None:
+            current, following = following, next(rounds, None)
+            embedder.begin(current[0])
+            embedder.prefetch(None if following is None else following[0])
+            yield current
 
     def _on_device(self, batch: Any) -> Any:
         device = self._strategy.device

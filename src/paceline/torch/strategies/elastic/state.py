@@ -8,11 +8,14 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.collectives import Group
 from paceline.collectives.elastic import ElasticGroup
-from paceline.protocol.healing import HealingProgress, next_part, split_into_parts
+from paceline.errors import UsageError
+from paceline.protocol.healing import HealingProgress, HealingStep, next_step, split_into_parts
+from paceline.torch.strategies.agreement import describe_other_names
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.checkpoints import options_of_group
 from paceline.torch.strategies.elastic.chunks import StateChunks, StateTensors
@@ -53,8 +56,10 @@ class StateTransfer:
         self._tensors: StateTensors | None = None
         self._chunks: StateChunks | None = None
         """The chunks of rank 0 or of a newcomer."""
-        self._part: tuple[int, int, int] | None = None
-        """First chunk, end, and number of bytes of the next part; None if newcomers receive everything."""
+        self._step = HealingStep()
+        """The last transfer that rank 0 has chosen."""
+        self._part_bytes = 0
+        """The number of bytes of its part."""
         self._description: dict[str, Any] | None = None
         """The last description that a newcomer has received, until :meth:`load`."""
         self._rest: list[torch.Tensor] = []
@@ -74,16 +79,25 @@ class StateTransfer:
         if group.rank == 0:
             self._tensors = StateTensors(self._strategy)
             self._chunks = self._tensors.chunks()
-            part = next_part(progress, self._chunks.sizes, is_urgent=is_urgent)
-            fields = None if part is None else [part.start, part.stop, self._chunks.num_bytes(part)]
-            has_description = part is None or any(newcomer.num_received is None for newcomer in progress)
-            header = [fields, {**self._tensors.describe(), "values": self.describe()} if has_description else None]
-        self._part, description = group.broadcast_object(header, root=0)
+            sizes = self._chunks.sizes
+            num_updated = self._chunks.count_before(self._tensors.num_updated)
+            part, compared, is_last = next_step(progress, sizes, num_updated, is_urgent=is_urgent)
+            numbers = [part.start, part.stop, compared.start, compared.stop, self._chunks.num_bytes(part), len(sizes)]
+            header = [numbers, is_last, None]
+            if is_last or any(newcomer.num_received is None for newcomer in progress):
+                header[2] = {**self._tensors.describe(), "values": self.describe()}
+        numbers, is_last, description = group.broadcast_object(header, root=0)
+        first, end, first_compared, end_compared, self._part_bytes, num_chunks = numbers
+        self._step = HealingStep(range(first, end), range(first_compared, end_compared), is_last)
         if description is not None:
             self._share_description(group, description)
-        if self._part is None:
-            self._share_differences(group, progress, description["sizes"])
-        return self._part is None
+        if is_last:
+            self._share_differences(group, description["sizes"])
+        elif self._step.compared:
+            differs = self._compare(group, num_chunks)
+            if self._progress is not None:
+                self._progress = self._progress.after_comparison(end_compared, is_equal=not differs.any())
+        return bool(is_last)
 
     def _share_description(self, group: Group, description: dict[str, Any]) -> None:
         """Send the tensors that are in no chunk to all ranks. Newcomers create the described tensors."""
@@ -94,22 +108,29 @@ class StateTransfer:
             types = [description["tensors"][name] for name in description["rest"]]
             rest = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for dtype, shape, *_ in types]
         copies = broadcast_copies(group, rest, 0)
-        if self._progress is not None and (self._part is None or self._progress.num_received is None):
+        if self._progress is not None and (self._step.is_last or self._progress.num_received is None):
             self._description, self._rest = description, copies
             self._tensors = StateTensors(self._strategy)
             self._tensors.adopt(description)
             self._chunks = self._tensors.chunks()
 
-    def _share_differences(self, group: Group, progress: list[HealingProgress], sizes: list[int]) -> None:
-        """Send the chunks that differ between rank 0 and a newcomer."""
-        count = min(max(newcomer.num_received or 0 for newcomer in progress), len(sizes))
-        checksums = np.zeros(count, np.uint64) if self._chunks is None else self._chunks.checksums(count)
-        root_checksums = group.broadcast(checksums.copy(), root=0) if count else checksums
-        differs = np.zeros(len(sizes))  # float64, as in votes, because the kernel for this dtype is already loaded
+    def _compare(self, group: Group, num_chunks: int) -> npt.NDArray[np.float64]:
+        """Return 1 for each of the `num_chunks` chunks that differs between rank 0 and a newcomer, or is missing."""
+        compared = self._step.compared
+        is_known = self._chunks is not None and len(self._chunks.sizes) == num_chunks
+        checksums = np.zeros(len(compared), np.uint64)
+        if self._chunks is not None and is_known:
+            checksums = self._chunks.checksums(compared)
+        root_checksums = group.broadcast(checksums.copy(), root=0) if compared else checksums
+        differs = np.zeros(num_chunks)  # float64, as in votes, because the kernel for this dtype is already loaded
         if self._progress is not None:
-            differs[:count] = checksums != root_checksums
+            differs[compared.start : compared.stop] = (checksums != root_checksums) | (not is_known)
             differs[self._progress.num_received or 0 :] = 1
-        numbers = np.flatnonzero(group.all_reduce(differs, "max")).tolist()
+        return np.asarray(group.all_reduce(differs, "max"))
+
+    def _share_differences(self, group: Group, sizes: list[int]) -> None:
+        """Send the chunks that differ between rank 0 and a newcomer, or that a newcomer has not received."""
+        numbers = np.flatnonzero(self._compare(group, len(sizes))).tolist()
         for part in split_into_parts(numbers, sizes):
             if self._chunks is not None and self._progress is None:
                 message = self._chunks.pack(part)
@@ -121,22 +142,22 @@ class StateTransfer:
 
     def share_part(self, group: ElasticGroup) -> None:
         """Send the next part from rank 0 to newcomers, in the background."""
-        if self._part is None or self._chunks is None:
+        part = self._step.part
+        if not part or self._chunks is None:
             return
-        first, end, num_bytes = self._part
         if self._progress is None:
-            group.send_part(self._chunks.pack(range(first, end)))
-        elif self._chunks.num_bytes(range(first, end)) == num_bytes:
-            message = torch.empty(num_bytes, dtype=torch.uint8)
-            group.receive_part(message, partial(self._load_part, message, first, end))
+            group.send_part(self._chunks.pack(part))
+        elif self._chunks.num_bytes(part) == self._part_bytes:
+            message = torch.empty(self._part_bytes, dtype=torch.uint8)
+            group.receive_part(message, partial(self._load_part, message, part))
         else:  # the other ranks' optimizers have created tensors since the description
             self._progress = HealingProgress()
 
-    def _load_part(self, message: torch.Tensor, first: int, end: int, waited_s: float) -> None:
+    def _load_part(self, message: torch.Tensor, part: range, waited_s: float) -> None:
         assert self._chunks is not None
         assert self._progress is not None
-        self._chunks.unpack(message, range(first, end))
-        self._progress = self._progress.after_part(end, len(message), waited_s)
+        self._chunks.unpack(message, part)
+        self._progress = self._progress.after_part(part.stop, len(message), waited_s)
 
     def describe(self) -> Any:
         """Return the options of optimizers and the states of schedulers and loaders, as JSON values.
@@ -181,8 +202,9 @@ class StateTransfer:
 
     def _load_registered(self, tensors: StateTensors, description: dict[str, Any]) -> None:
         """Load the registered states, unless their tensors are in place or some of their chunks are missing."""
-        registered, states = self._strategy.registered, description["registered"]
-        registered.check_complete(states)
+        strategy, registered, states = self._strategy, self._strategy.registered, description["registered"]
+        if registered.names != [*states]:
+            raise UsageError(describe_other_names(strategy.rank, registered.names, [*states]))
         own_states, own_tensors = registered.encode()
         for name, state in states.items():
             paths = [path for path in tensors.by_name if path.startswith(f"registered/{name}/")]
@@ -190,5 +212,5 @@ class StateTransfer:
             is_in_place = own_states.get(name) == state and all(
                 tensor.data_ptr() == own_tensors[path].data_ptr() for path, tensor in received.items()
             )
-            if not is_in_place and (self._part is None or tensors.rest.issuperset(paths)):
+            if not is_in_place and (self._step.is_last or tensors.rest.issuperset(paths)):
                 registered.load({name: from_json(state)}, received)

@@ -56,6 +56,11 @@ class ElasticSteps:
         if self.global_batch is not None:
             self.is_last_batch, self.is_complete = is_last, False
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether this rank's last batch has samples; False for another rank's item at the end of an epoch."""
+        return self._weight > 0
+
     def take_weight(self) -> float:
         """Return the total weight of this rank's batches since the last call."""
         self._is_weight_taken = True

@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,10 @@ from typing_extensions import override
 
 from paceline.collectives import Group
 from paceline.collectives.elastic import ElasticGroup
-from paceline.environment import environment
+from paceline.environment import environment, timedelta_of
 from paceline.errors import UsageError
 from paceline.meeting.own_launcher import OwnLauncher
+from paceline.strategies import NO_GLOBAL_BATCH
 from paceline.torch.embeddings import RowTables
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.deferred import is_stand_in
@@ -82,14 +83,18 @@ class ElasticAllReduce(AllReduce):
     `filters`, `sync_batch_norm`, `find_unused_parameters` and `static_graph`.
     """
 
+    takes_global_batch: ClassVar[bool] = True
+
     def __init__(self, *, global_batch: int | None = None, balance: bool = False, **options: Any) -> None:
         for name in _UNSUPPORTED:
             if options.get(name):
                 raise UsageError(f"{name}={options[name]!r}: not supported with --min-ranks. Leave it out")
         if global_batch is not None and global_batch < 1:
             raise UsageError(f"global_batch={global_batch}: expected 1 or more")
-        self._place = find_place(options.get("timeout", DEFAULT_TIMEOUT))
+        self._place = find_place(timedelta_of(options.get("timeout", DEFAULT_TIMEOUT)))
         self._steps = ElasticSteps(global_batch or self._place.options.global_batch)
+        if self._steps.global_batch is not None and not self.takes_global_batch:
+            raise UsageError(f"--global-batch {self._steps.global_batch}: {NO_GLOBAL_BATCH}. Leave it out")
         self._has_balance = balance or self._place.options.balance
         if self._has_balance and self._steps.global_batch is None:
             raise UsageError("balance=True: needs a global batch. Pass global_batch=N too")
@@ -193,4 +198,6 @@ class ElasticAllReduce(AllReduce):
 
     @override
     def _row_tables(self) -> RowTables:
-        raise UsageError("--min-ranks: not supported with Paceline's embeddings. Leave it out")
+        raise UsageError(
+            "--min-ranks with strategy all-reduce: not supported with Paceline's embeddings. Choose --strategy hybrid"
+        )

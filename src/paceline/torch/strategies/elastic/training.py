@@ -11,6 +11,7 @@ from paceline.collectives.start import load_kernels
 from paceline.errors import GroupClosedError
 from paceline.kernels import checksum
 from paceline.meeting.coordinator import ENDED
+from paceline.torch.strategies.agreement import describe_other_names
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.elastic.state import StateTransfer
 from paceline.torch.strategies.elastic.steps import ElasticSteps
@@ -32,6 +33,8 @@ class ElasticTraining:
         """Whether this process has joined and not begun a step since."""
         self.has_computed_alone = False
         """Whether this process, as a newcomer, has computed a batch alone."""
+        self._has_compared_names = False
+        """Whether this process has compared the names of its registered states with those of the other ranks."""
 
     @property
     def has_joined(self) -> bool:
@@ -76,7 +79,7 @@ class ElasticTraining:
             sys.exit(0)
         self._transfer = StateTransfer(self._strategy, is_newcomer=True)
         self._heal(is_urgent=False)
-        self._has_just_joined = True
+        self._has_just_joined = self._has_compared_names = True
         if self._paused_rank is not None:
             _print(f"rank {self._paused_rank} has recovered, and takes part again as rank {self._group.rank}")
             self._paused_rank = None
@@ -98,6 +101,9 @@ class ElasticTraining:
         has_buckets = self.steps.has_exchanged or self.has_computed_alone
         if not self.steps.is_idle or not has_buckets:
             return False
+        if not self._has_compared_names:
+            self._strategy._ranks.agree(self._strategy.registered.names, describe_other_names)
+            self._has_compared_names = True
         if self._group.straggler is not None and self._group.straggler == self._group.rank:
             self._pause()
             return True

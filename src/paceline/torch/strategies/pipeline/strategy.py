@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from paceline.environment import environment
+from paceline.environment import Timeout, environment, timedelta_of
 from paceline.errors import UsageError
 from paceline.meeting.rendezvous import find_rank
 from paceline.strategies import PipelineFlags, PipelineOptions, choose_pipeline
@@ -60,7 +59,7 @@ class Pipeline(Strategy):
         stage_memory: int | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
         settings = environment()
         known = PipelineOptions.of_environment(settings)
@@ -78,7 +77,7 @@ class Pipeline(Strategy):
         chosen = torch.device("cpu" if device is None else device)
         if chosen.type != "cpu":
             raise UsageError(f"strategy pipeline runs on the CPU, got device={str(device)!r}: leave it out")
-        super().__init__(Ranks.meet(timeout, backend="paceline"), device=chosen, seed=seed)
+        super().__init__(Ranks.meet(timedelta_of(timeout), backend="paceline"), device=chosen, seed=seed)
         shape = (self.options.data_parallel, self.options.stages)
         self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "stage"))
         self._runner: Runner | None = None

@@ -25,14 +25,14 @@ def check_is_first(name: str) -> None:
         )
 
 
-def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Client:
+def connect_workers(name: str, rank: int | None, timeout: timedelta = _TIMEOUT) -> Client:
     """Connect as worker `rank` to the cluster in the environment. Raises UsageError without a cluster."""
     settings = environment()
     if settings.scheduler is None or settings.token is None:
         missing = "PACELINE_SCHEDULER" if settings.scheduler is None else "PACELINE_TOKEN"
         raise UsageError(
-            f"rank {rank}: strategy {name} stores parameters on servers, but the environment names none ({missing} is "
-            f"not set): start the program with `paceline run --strategy {name} --servers 1 SCRIPT`"
+            f"rank {rank or 0}: strategy {name} stores parameters on servers, but the environment names none "
+            f"({missing} is not set): start the program with `paceline run --strategy {name} --servers 1 SCRIPT`"
         )
     tls = TLS.of_environment(settings)
     check_token(settings.token, "PACELINE_TOKEN")

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, ClassVar, Literal
 
@@ -22,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from paceline.environment import Timeout, timedelta_of
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.filters import Filter
 from paceline.protocol import Consistency, Sequential
@@ -84,7 +84,7 @@ class ParameterServer(Strategy):
         unused: Literal["error", "skip"] = "error",
         filters: Sequence[Filter] | str | None = None,
         pull_filters: Sequence[Filter] | str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
         if not 0 < bucket_mb <= 512:
             raise UsageError(f"ParameterServer(bucket_mb={bucket_mb!r}): expected more than 0 and at most 512 MiB")
@@ -93,11 +93,12 @@ class ParameterServer(Strategy):
         chosen = row_filters(filters, pull_filters)
         filters_of_dense_tables(chosen.filters)
         check_is_first(self.name)
-        ranks = Ranks.meet(timeout)
+        limit = timedelta_of(timeout)
+        ranks = Ranks.meet(limit)
         try:
             super().__init__(ranks, device=device, seed=seed)
             self.takes_uneven = True
-            self.client = connect_workers(self.name, ranks.rank, timeout)
+            self.client = connect_workers(self.name, ranks.rank, limit)
             try:
                 check_cluster(self.client, self.name, consistency, replicas, min_replicas)
             except BaseException:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from paceline.environment import environment
+from paceline.environment import Timeout, environment, timedelta_of
 from paceline.meeting.rendezvous import find_rank
 from paceline.strategies import ShardingOptions, choose_sharding
 from paceline.torch.strategies.all_reduce import broadcast_values
@@ -69,7 +68,7 @@ class Sharded(Strategy):
         data_parallel: int | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
         settings = environment()
         known = ShardingOptions.of_environment(settings)
@@ -82,7 +81,7 @@ class Sharded(Strategy):
         chosen = choose_device(device, settings.local_rank or 0)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        super().__init__(Ranks.meet(timeout, backend="paceline"), device=chosen, seed=seed)
+        super().__init__(Ranks.meet(timedelta_of(timeout), backend="paceline"), device=chosen, seed=seed)
         self.units: list[str] = []
         """The names of the model's units. :meth:`prepare` sets them."""
         self._group: Any = None

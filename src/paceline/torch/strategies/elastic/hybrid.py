@@ -1,0 +1,59 @@
+"""The strategy ``hybrid`` with ranks that may die and join."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from paceline.torch.embeddings import ClusterTables, Embedder, RowTables
+from paceline.torch.strategies.elastic.strategy import ElasticAllReduce
+from paceline.torch.strategies.hybrid import Hybrid
+
+
+class ElasticHybrid(Hybrid, ElasticAllReduce):
+    """Embeddings on servers; all other parameters by all-reduce over ranks that may die, and join, during the training.
+
+    Servers apply each rank's gradients of rows separately. So if a rank dies during a step, the servers may have
+    applied its gradients of rows, although the other ranks repeat the step without it. A new rank sends gradients of
+    rows, and takes part in the servers' iterations, when it has the training's state.
+
+    The options are those of :class:`~paceline.torch.strategies.hybrid.Hybrid` that
+    :class:`~paceline.torch.strategies.elastic.strategy.ElasticAllReduce` supports. `global_batch` is not supported.
+    """
+
+    takes_global_batch: ClassVar[bool] = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if not self._has_effect:
+            self._retire()
+
+    @property
+    @override
+    def _worker_rank(self) -> int | None:
+        return None  # the number of a dead rank may still be in use
+
+    @property
+    def _has_effect(self) -> bool:
+        """Whether this process takes part in the training, and has the training's state."""
+        return self.has_joined and self._elastic.is_ready
+
+    @override
+    def _row_tables(self) -> RowTables:
+        assert self._client is not None, "prepare() comes before close()"
+        # Each rank sends changes, because rank 0 may die before it sends a change.
+        return ClusterTables(self._client, self._row_filters, lambda: self._has_effect)
+
+    @override
+    def _step_with(self, embedder: Embedder, optimizers: list[Optimizer]) -> None:
+        def step(optimizer: Optimizer) -> None:
+            if not self._has_effect:
+                self._retire()
+            elif self._client is not None and not self._takes_part:
+                self._client.join()
+                self._takes_part = True
+            embedder.step(optimizer, self._tick, has_effect=self._has_effect and self._steps.has_samples)
+
+        embedder.step_with(optimizers, step)
