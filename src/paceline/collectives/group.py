@@ -248,8 +248,7 @@ class Group(Closing):
         chosen = tuple(ranks)
         if len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen) or not chosen:
             raise UsageError(f"got ranks {list(chosen)}, expected different ranks from 0 to {self.size - 1}")
-        limit = None if timeout is None else timedelta_of(timeout)
-        return self._create_subgroup(tuple(self.ranks[rank] for rank in chosen), limit)
+        return self._create_subgroup(tuple(self.ranks[rank] for rank in chosen), timeout)
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
         """Divide this group by `color`, and return the new group of the ranks that passed this rank's `color`.
@@ -418,23 +417,21 @@ class Group(Closing):
             ticket._finish(result, error)
             del item, work, ticket, result, error
 
-    def _create_subgroup(
-        self, world_ranks: tuple[int, ...], timeout: timedelta | None = None, label: str = ""
-    ) -> Group | None:
+    def _create_subgroup(self, ranks: tuple[int, ...], timeout: Timeout | None = None, label: str = "") -> Group | None:
         world = self._world
         if world.is_closed:
             raise GroupClosedError(f"cannot create a subgroup of {self.name!r}: all groups of this program were closed")
-        if not all(0 <= rank < world.size for rank in world_ranks):
-            raise UsageError(f"got ranks {list(world_ranks)} of the world, which has ranks 0 to {world.size - 1}")
-        if world.rank not in world_ranks:
+        if not all(0 <= rank < world.size for rank in ranks):
+            raise UsageError(f"got ranks {list(ranks)} of the world, which has ranks 0 to {world.size - 1}")
+        if world.rank not in ranks:
             return None
-        timeout = timeout or self.timeout
+        limit = self.timeout if timeout is None else timedelta_of(timeout)
         try:
             with (
                 world.in_ranks("a part of " + repr(self.name)),
-                world.group_names.next(world_ranks, label, timeout.total_seconds()) as name,
+                world.group_names.next(ranks, label, limit.total_seconds()) as name,
             ):
-                return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
+                return Group(world, ranks, name, timeout=limit, algorithm=self._tuner.forced)
         except RankLostError as error:
             # If a rank of the subgroup is only late, this group continues, and the program may try again. This group
             # fails if a rank's process has ended, or if all ranks create their subgroups in one call (`label`).

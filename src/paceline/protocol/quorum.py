@@ -142,9 +142,8 @@ class Coordinator:
     """Starts the quorums of one training. A quorum is a numbered group of the ranks that are present.
 
     The first quorum has the `initial` processes, and the first `num_places` other processes that start. If one of these
-    processes ends before the quorum starts, another process may take its place. Places that are free
-    `start_timeout_s` after the first start remain free. The quorum does not wait for a process in a free place if a
-    newcomer, which started too late for the first quorum, can enter the next one.
+    processes ends before the quorum starts, another process may take its place. A place remains free if it is free
+    `start_timeout_s` after the first start, or if a newcomer waits, which can enter the second quorum.
 
     The training fails if fewer than `min_ranks` members live, and not enough processes join within the time that the
     ranks' requests contain. The coordinator waits `report_timeout_s` for the members' reports, from the first report
@@ -325,15 +324,13 @@ class Coordinator:
         """Start the first quorum with the processes that are present."""
         self._num_places = self._deadline_s = None
         if len(self._processes) < self._min_ranks or not self._initial:
-            return self._fail(
-                f"ranks that have started within {self._start_timeout_s:g} s: {len(self._processes)}, and --min-ranks "
-                f"is {self._min_ranks}"
-            )
+            started = f"ranks that have started within {self._start_timeout_s:g} s: {len(self._processes)}"
+            return self._fail(f"{started}, and --min-ranks is {self._min_ranks}")
         return self._start_first()
 
     def _start_first(self) -> list[QuorumInstruction]:
-        num_free, num_newcomers = self._num_places or 0, len(self._processes - self._initial)
-        if self._awaited or num_free > num_newcomers or (num_free and not self._initial):
+        num_free = self._num_places or 0
+        if self._awaited or num_free > len(self._processes - self._initial) or (num_free and not self._initial):
             return []
         members = self._initial & self._waiting.keys()
         if not members:
