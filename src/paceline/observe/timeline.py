@@ -2,6 +2,10 @@
 
 The file is a JSON array. Each write replaces the bracket at the end of the file by new events and a bracket. So the
 file is valid JSON after each write, also if the process is killed later.
+
+If the process is killed during a write, Linux may cut the write between two pages of the file. No event lies in two
+pages, so the file then has only complete events, and no bracket at its end. Perfetto and ``chrome://tracing`` accept
+such a file.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from msgspec import Struct
 from paceline.closing import Closing
 
 _END: Final = b"\n]\n"
+_PAGE_BYTES: Final = 4096
 _MOST_EVENTS: Final = 500_000
 """About 60 MB. Chrome does not show much larger files."""
 
@@ -59,9 +64,14 @@ class TimelineWriter(Closing):
         if self._left <= 0:
             note = "the timeline is full: later events are not in this file"
             lines.append({"name": note, "ph": "i", "s": "g", "ts": lines[-1]["ts"], "pid": rank, "tid": 0})
-        text = b"".join(b",\n" + msgspec.json.encode(line) for line in lines)
         end = self._file.seek(-len(_END), 2)
-        if self._file.write(text + _END) < len(text + _END):
+        text = bytearray()
+        for line in lines:
+            data = b",\n" + msgspec.json.encode(line)
+            left = _PAGE_BYTES - (end + len(text)) % _PAGE_BYTES
+            text += b" " * (left if left < len(data) <= _PAGE_BYTES else 0) + data
+        text += _END
+        if self._file.write(text) < len(text):
             self._file.seek(end)
             self._file.write(_END)
             self._file.truncate()

@@ -45,6 +45,20 @@ def test_the_file_is_valid_after_each_write(tmp_path: Path) -> None:
     assert round(queued["ts"] - reduced["ts"], 3) == 1.0
 
 
+def test_a_file_that_is_cut_between_pages_has_complete_events(tmp_path: Path) -> None:
+    """Linux may cut the write of a killed process there. Viewers add the missing bracket."""
+    path = tmp_path / "timeline.json"
+    with TimelineWriter(path) as writer:
+        for number in range(40):
+            events = [TimelineEvent("x" * (number + part), "track", number, 1) for part in range(number)]
+            writer.write(number % 3, events)
+    content = path.read_bytes()
+    cuts = range(4096, len(content), 4096)
+    assert len(cuts) > 10
+    num_events = [len(json.loads(content[:cut] + b"]")) for cut in cuts]
+    assert num_events == sorted(set(num_events))
+
+
 def test_a_full_timeline_ends_with_a_note(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     with TimelineWriter(path, most_events=3) as writer:
