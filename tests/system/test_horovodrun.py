@@ -102,7 +102,7 @@ def test_a_horovod_script_runs_unchanged(shim: Path, paceline: Commands) -> None
     output, errors = launcher.communicate(120)
     assert launcher.returncode == 0, errors
     assert sorted(output.splitlines()) == ["[rank 0] total 3.0 1", "[rank 1] total 3.0 1"]
-    assert (paceline.folder / "logs/rank1.stdout").read_text() == "total 3.0 1\n"
+    assert (paceline.folder / "logs/rank.1/stdout").read_text() == "total 3.0 1\n"
     command = f"the command is paceline run --nproc-per-node 2 --no-python --log-dir logs {PYTHON} train.py"
     assert command in errors
     assert "--cycle-time-ms is not needed: ranks exchange requests immediately" in errors

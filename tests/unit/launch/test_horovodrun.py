@@ -18,13 +18,14 @@ from paceline.launch.horovodrun.config import read_config
 from paceline.launch.horovodrun.discovery import HostDiscovery
 from paceline.launch.horovodrun.options import HorovodrunOptions, OptionEffect
 from paceline.launch.horovodrun.translation import RunTranslation, translate
+from paceline.version import __version__
 
 TRANSLATED = {
     "command", "num_proc", "output_filename", "hosts", "hostfile", "ssh_port", "ssh_identity_file", "min_num_proc",
     "max_num_proc", "reset_limit",
 }  # fmt: skip
 """Options that the translation itself translates."""
-RUN = {"config_file", "verbose", "check_build", "host_discovery_script", "slots"}
+RUN = {"config_file", "verbose", "version", "check_build", "host_discovery_script", "slots"}
 """Options of the command that the ranks are not concerned with."""
 
 
@@ -143,6 +144,14 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
         translated(**options)
     assert message in str(error.value)
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_horovod = run.run_horovod
+    options = parse(monkeypatch, "-v")
+    assert (options.version, options.verbose) == (True, False)
+    assert run_horovod(options) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
 
 
 def test_what_is_available() -> None:

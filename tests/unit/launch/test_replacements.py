@@ -38,7 +38,7 @@ class Run:
         self.processes = RankProcesses()
         self.elastic = ElasticRun(
             ElasticOptions(min_ranks=1, num_ranks=num_ranks),
-            [RankPlan(rank=3 * node + rank, environment={}) for rank in range(3)],
+            [RankPlan(rank=3 * node + rank, environment={}, log_prefix="") for rank in range(3)],
             self._start,
             growth=growth,
             node=node,
@@ -121,7 +121,7 @@ def test_the_number_of_ranks_follows_the_wanted_number() -> None:
     layout = lay_out_node(nproc_per_node=3, nnodes=1, node_rank=0, master_addr=None, master_port=None)
 
     def plan(layout: Layout) -> list[RankPlan]:
-        return [RankPlan(rank=rank, environment={}) for rank in layout.ranks]
+        return [RankPlan(rank=rank, environment={}, log_prefix="") for rank in layout.ranks]
 
     growth = RankGrowth(lambda: wanted, layout, plan)
     run = Run(growth=growth)

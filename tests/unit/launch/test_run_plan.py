@@ -34,7 +34,7 @@ def test_the_environment_of_ranks_on_one_of_several_nodes() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_RANK": "1",
     }  # fmt: skip
     plans = plan_ranks(layout, _ALL_REDUCE, inherited, token="t", scheduler=None, threads=None, cores=8)
-    assert [plan.rank for plan in plans] == [2, 3]
+    assert [(plan.rank, plan.log_prefix) for plan in plans] == [(2, "rank2."), (3, "rank3.")]
     assert plans[1].environment == {
         "HOME": "/h", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "6",
         "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
@@ -56,6 +56,11 @@ def test_the_variables_of_horovodrun_on_unequal_nodes() -> None:
     numbers = [tuple(int(plan.environment[f"HOROVOD_{name}"]) for name in names) for plan in plans]
     assert numbers == [(4, 6, 0, 2, 2, 3), (5, 6, 1, 2, 1, 2)]
     assert plans[0].environment["HOROVOD_HOSTNAME"] == platform.node()
+    assert [plan.log_prefix for plan in plans] == ["rank.4/", "rank.5/"]
+    plans = plan_ranks(
+        replace(layout, world_size=11), _ALL_REDUCE, inherited, token="t", scheduler=None, threads=None, cores=8
+    )
+    assert plans[0].log_prefix == "rank.04/"
 
 
 def test_more_nodes_may_join_up_to_the_largest_number_of_ranks() -> None:

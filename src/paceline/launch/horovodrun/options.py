@@ -54,10 +54,11 @@ class HorovodrunOptions:
         "Number of ranks; with elastic options, at least.", "--num-proc", "-np", min=1, panel=_COMMON
     )
     config_file: Path | None = option("YAML file of options. The command line has precedence.", panel=_COMMON)
-    output_filename: Path | None = option("Folder for the output: rank0.stdout, rank0.stderr, ...", panel=_COMMON)
+    output_filename: Path | None = option("Folder for the output: rank.0/stdout, rank.0/stderr, ...", panel=_COMMON)
     start_timeout: int | None = _variable(
         "START_TIMEOUT", "Seconds until all ranks are connected; default 300.", min=1, panel=_COMMON
     )
+    version: bool = option("Show the version.", "--version", "-v", default=False, panel=_COMMON)
     verbose: bool = option("Print the command of paceline run.", "--verbose", default=False, panel=_COMMON)
     check_build: bool = option("Show the available parts.", "--check-build", "-cb", default=False, panel=_COMMON)
 

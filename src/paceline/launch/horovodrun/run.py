@@ -29,6 +29,9 @@ _PARTS: Final = {
 
 def run_horovod(options: HorovodrunOptions) -> int:
     """Run a program on the ranks; return its status. Raises UsageError, as ``paceline run`` does."""
+    if options.version:
+        print(__version__)
+        return 0
     if options.check_build:
         print(describe_build())
         return 0

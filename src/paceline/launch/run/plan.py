@@ -144,6 +144,8 @@ class RankPlan:
 
     rank: int
     environment: dict[str, str]
+    log_prefix: str
+    """The beginning of the names of the rank's log files, which end with ``stdout`` and ``stderr``."""
 
 
 def lay_out_node(
@@ -256,19 +258,19 @@ def plan_ranks(
         variables["OMP_NUM_THREADS"] = str(threads)
     elif layout.local_world_size > 1 and not inherited.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(max(cores // layout.local_world_size, 1))
-    numbers = _horovod_numbers if inherited.get("HOROVOD_CONTROLLER") else _numbers
-    return [
-        RankPlan(rank=rank, environment={**variables, **numbers(layout, rank, local)})
-        for rank, local in zip(layout.ranks, layout.local_ranks, strict=True)
-    ]
-
-
-def _numbers(layout: Layout, rank: int, local: int) -> dict[str, str]:
-    return {"RANK": str(rank), "LOCAL_RANK": str(local)}
+    is_horovod, width = bool(inherited.get("HOROVOD_CONTROLLER")), len(str(layout.world_size - 1))
+    plans: list[RankPlan] = []
+    for rank, local in zip(layout.ranks, layout.local_ranks, strict=True):
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(local)}
+        if is_horovod:
+            numbers |= _horovod_numbers(layout, rank, local)
+        log_prefix = f"rank.{rank:0{width}}/" if is_horovod else f"rank{rank}."
+        plans.append(RankPlan(rank=rank, environment={**variables, **numbers}, log_prefix=log_prefix))
+    return plans
 
 
 def _horovod_numbers(layout: Layout, rank: int, local: int) -> dict[str, str]:
-    """Return the variables of a rank, and the variables that horovodrun sets."""
+    """Return the variables that horovodrun sets."""
     sizes = layout.node_sizes or (len(layout.ranks),) * (layout.world_size // len(layout.ranks))
     numbers = {
         "RANK": rank,
@@ -279,7 +281,7 @@ def _horovod_numbers(layout: Layout, rank: int, local: int) -> dict[str, str]:
         "CROSS_SIZE": sum(size > local for size in sizes),
     }
     variables = {f"HOROVOD_{name}": str(number) for name, number in numbers.items()}
-    return {**variables, **_numbers(layout, rank, local), "HOROVOD_HOSTNAME": platform.node()}
+    return {**variables, "HOROVOD_HOSTNAME": platform.node()}
 
 
 def command_of(python: str, script: str, arguments: Sequence[str], *, is_module: bool) -> list[str]:

@@ -59,7 +59,7 @@ class RankProcesses:
         for plan in plans:
             logs: tuple[IO[bytes] | None, IO[bytes] | None] = (None, None)
             if log_dir is not None:
-                logs = open_logs(log_dir, plan.rank, appends=plan.rank in self._started)
+                logs = open_logs(log_dir, plan.log_prefix, appends=plan.rank in self._started)
             pipes = [os.pipe(), os.pipe()] if captured else []
             launch = partial(
                 spawn,

@@ -95,13 +95,14 @@ class Stream:
                 pass
 
 
-def open_logs(folder: Path, rank: int, *, appends: bool = False) -> tuple[IO[bytes], IO[bytes]]:
-    check_log_dir(folder)
+def open_logs(folder: Path, prefix: str, *, appends: bool = False) -> tuple[IO[bytes], IO[bytes]]:
+    """Open the log files of a rank. `prefix` is the beginning of their names."""
+    check_log_dir(Path(f"{folder}/{prefix}stdout").parent)
     mode: Literal["ab", "wb"] = "ab" if appends else "wb"
     out: IO[bytes] | None = None
     try:
-        out = open(folder / f"rank{rank}.stdout", mode, buffering=0)  # noqa: SIM115
-        return out, open(folder / f"rank{rank}.stderr", mode, buffering=0)
+        out = open(folder / f"{prefix}stdout", mode, buffering=0)  # noqa: SIM115
+        return out, open(folder / f"{prefix}stderr", mode, buffering=0)
     except OSError as error:
         if out is not None:
             out.close()
