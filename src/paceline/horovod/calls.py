@@ -21,6 +21,7 @@ from paceline.kernels.combine import DTYPES
 from paceline.protocol.negotiation.requests import UNNAMED, TensorRequest
 
 _DTYPES: Final = {getattr(torch, name): name for name in DTYPES}
+_MOST_REQUESTS: Final = 20_000
 
 
 class Splits(NamedTuple):
@@ -39,18 +40,18 @@ class HorovodCall:
     engine: HorovodEngine
     entries: Sequence[TensorEntry]
     are_arrays: Sequence[bool]
-    """Whether the result of each entry is a NumPy array."""
+    """Whether the result of each entry is a NumPy array. Empty if all results are tensors."""
     is_list: bool
     splits: Splits | None
     """None for operations other than all-to-all."""
 
     def result(self) -> Any:
-        results: list[Any] = []
-        for entry, is_array in zip(self.entries, self.are_arrays, strict=True):
-            output: Any = entry.output.numpy() if is_array and entry.output is not None else entry.output
-            if self.splits is not None:
-                output = output, self.splits.like.new_tensor(entry.received_splits)
-            results.append(output)
+        results: list[Any] = [entry.output for entry in self.entries]
+        for place in range(len(self.are_arrays)):
+            if self.are_arrays[place] and results[place] is not None:
+                results[place] = results[place].numpy()
+        if self.splits is not None:
+            results = [(results[0], self.splits.like.new_tensor(self.entries[0].received_splits))]
         return results if self.is_list else results[0]
 
 
@@ -83,41 +84,87 @@ def request(
         raise UsageError(f"{process_set} was not added; pass it to init() or add_process_set() first")
     if not process_set.included():
         raise UsageError(f"rank {context.group.rank} is not in {process_set}, so it cannot run {operation} there")
+    is_unnamed = name is None
     if name is None:
         with _naming:
             index = context.num_unnamed.get(number, 0)
             context.num_unnamed[number] = index + 1
         name = f"{UNNAMED}{index}"
-    group = f"{name}.{len(tensors)}" if is_grouped else ""
-    entries: list[TensorEntry] = []
-    for place, value in enumerate(tensors):
-        tensor = as_tensor(value, is_target=bool(in_place))
-        if tensor.dtype == torch.bool and reduction == AVERAGE:
-            raise UsageError("booleans have no average. Pass op=Max (any rank), op=Min (all ranks), or tensor.float()")
-        tensor_request = TensorRequest(
-            f"{name}.{place + 1}of{len(tensors)}" if is_grouped else name,
-            operation,
-            _name_of_dtype(tensor),
-            tuple(tensor.shape),
-            tensor.nbytes,
-            reduction,
-            root,
-            float(scales[0]),
-            float(scales[1]),
-            "cpu" if tensor.is_cpu else tensor.device.type,
-            group,
-            number,
-        )
-        output = tensor if in_place else None
-        if in_place is False:
-            output = torch.empty_like(tensor, requires_grad=False, memory_format=torch.contiguous_format)
-        entries.append(TensorEntry(tensor_request, tensor, output, () if splits is None else splits.rows))
+    are_arrays = (
+        ()
+        if all(isinstance(value, Tensor) for value in tensors)
+        else [not isinstance(value, Tensor) for value in tensors]
+    )
+    if are_arrays:
+        tensors = [as_tensor(value, is_target=bool(in_place)) for value in tensors]
+    # A training repeats its calls, so the requests of the last equal call are used again.
+    call = (name, number, operation, reduction, root, scales, len(tensors) if is_grouped else -1)
+    requests = context.requests.get(call)
+    if requests is None or not all(map(_fits, requests.values(), tensors)):
+        requests = {}
+        for place, tensor in enumerate(tensors):
+            own_name = f"{name}.{place + 1}of{len(tensors)}" if is_grouped else name
+            group = f"{name}.{len(tensors)}" if is_grouped else ""
+            requests[number, own_name] = _make_request(
+                tensor, own_name, operation, reduction, root, scales, group, number
+            )
+        if not is_unnamed:
+            if len(context.requests) >= _MOST_REQUESTS:
+                context.requests.clear()
+            context.requests[call] = requests
+    outputs: Sequence[Tensor | None] = tensors if in_place else [None] * len(tensors)
+    if in_place is False:
+        outputs = [
+            torch.empty_like(tensor, requires_grad=False, memory_format=torch.contiguous_format) for tensor in tensors
+        ]
+    rows = () if splits is None else splits.rows
+    entries = [
+        TensorEntry(each, tensor, output, rows)
+        for each, tensor, output in zip(requests.values(), tensors, outputs, strict=True)
+    ]
     if entries:
-        context.engine.submit(entries)
+        context.engine.submit(requests, entries)
     handle = next(_handles)
-    are_arrays = [not isinstance(value, Tensor) for value in tensors]
     _calls[handle] = HorovodCall(context.engine, entries, are_arrays, is_grouped, splits)
     return handle
+
+
+def _make_request(
+    tensor: Tensor,
+    name: str,
+    operation: str,
+    reduction: str,
+    root: int,
+    scales: tuple[float, float],
+    group: str,
+    process_set: int,
+) -> TensorRequest:
+    if tensor.dtype == torch.bool and reduction == AVERAGE:
+        raise UsageError("booleans have no average. Pass op=Max (any rank), op=Min (all ranks), or tensor.float()")
+    return TensorRequest(
+        name,
+        operation,
+        _name_of_dtype(tensor),
+        tuple(tensor.shape),
+        tensor.nbytes,
+        reduction,
+        root,
+        float(scales[0]),
+        float(scales[1]),
+        tensor.device.type,
+        group,
+        process_set,
+    )
+
+
+def _fits(request: TensorRequest, tensor: Tensor) -> bool:
+    """Return whether the tensor has the properties in a request."""
+    return (
+        tensor.shape == request.shape
+        and _DTYPES.get(tensor.dtype) == request.dtype
+        and (tensor.is_cpu if request.device == "cpu" else tensor.device.type == request.device)
+        and tensor.layout is torch.strided
+    )
 
 
 def as_tensor(value: Any, *, is_target: bool = False) -> Tensor:
@@ -163,5 +210,6 @@ def synchronize(handle: int) -> Any:
     if call is None:
         return None
     for entry in call.entries:
-        call.engine.wait(entry)
+        if not entry.is_done or entry.error:
+            call.engine.wait(entry)
     return call.result()

@@ -23,7 +23,7 @@ from paceline.horovod.stalls import StallInspector
 from paceline.horovod.traces import RankTraces
 from paceline.observe.timeline import TimelineWriter
 from paceline.protocol.negotiation.negotiator import Negotiator
-from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET
+from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET, Key, TensorRequest
 
 _log = logging.getLogger(__name__)
 _FUSION_THRESHOLD_BYTES: Final = 128 << 20
@@ -47,6 +47,8 @@ class Context:
         self.process_sets: list[ProcessSet] = []
         self.num_unnamed: dict[int, int] = {}
         """The number of unnamed requests, by process set."""
+        self.requests: dict[tuple[Any, ...], dict[Key, TensorRequest]] = {}
+        """The requests of the last call with each name."""
 
 
 _context: Context | None = None

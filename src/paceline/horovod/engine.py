@@ -1,4 +1,13 @@
-"""The background thread of a rank, which negotiates with the other ranks and runs the agreed operations."""
+"""Negotiate with the other ranks, and run the agreed operations.
+
+A thread that waits for an operation runs the rounds of the negotiation itself, because this takes less time than waking
+another thread. If no thread waits, the background thread runs the rounds. It also takes part in the rounds that other
+ranks start.
+
+In the steady state, all ranks start each round at about the same time. So a waiting thread starts a round without
+waking the other ranks. If the round does not begin soon, the background thread wakes them, and the next rounds wake
+them at once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -21,7 +30,7 @@ from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import TensorEntry, TensorExecutor
 from paceline.horovod.stalls import StallInspector, main_thread_line
 from paceline.horovod.traces import PhaseRecorder, RankTraces
-from paceline.horovod.wakeups import Wakeups
+from paceline.horovod.wakeups import NO_ROUND, Wakeups
 from paceline.protocol.negotiation.negotiator import Negotiator
 from paceline.protocol.negotiation.requests import (
     ADD_PROCESS_SET,
@@ -45,6 +54,16 @@ _log = logging.getLogger(__name__)
 _IDLE: Final = timedelta(days=1)
 _CHECK: Final = timedelta(seconds=1)
 """A rank with pending requests starts a round after this time. In the round it detects ranks that have died."""
+_GRACE_S: Final = 0.001
+"""The background thread does not run a round for a new request before this time. More requests may follow, or a thread
+may wait for the request and run the round.
+"""
+_TICK_S: Final = 0.004
+"""After new requests, the background thread stays awake for this time, in case that more requests follow."""
+_LATE_S: Final = 0.002
+"""If a round does not begin within this time, the background thread wakes the other ranks."""
+_NUM_EARLY: Final = 10
+"""The number of rounds that wake the other ranks at once, after a round in which the ranks were late."""
 _SHUT_DOWN: Final = (
     "Horovod has been shut down: a rank has called shutdown() or has ended, while other ranks still request "
     "collective operations; call shutdown() on all ranks after the last operation"
@@ -60,13 +79,26 @@ class HorovodEngine:
         self._executor = TensorExecutor(group)
         self._wakeups = Wakeups(group)
         self._stalls = stalls
+        self._rounds = threading.Lock()
+        """Held by the thread that runs a round. A thread that needs `_lock` too must acquire this lock first."""
         self._lock = threading.Lock()
-        """Protects the negotiator, the entries and the state of the thread."""
+        """Protects the negotiator, the entries and the state of the background thread."""
         self._changed = threading.Condition(threading.Lock())
-        """Notified after entries are done, a join or timeline starts or ends, and at the end of the thread."""
+        """Notified after entries are done, a join or timeline starts or ends, and after each round."""
         self._entries: dict[Key, TensorEntry] = {}
         self._round = 0
-        self._is_waiting = False
+        self._started_round = NO_ROUND
+        """The last round that another rank has started."""
+        self._requested_s = 0.0
+        """The time of the first request after the last vote."""
+        self._waiting_since_s = 0.0
+        """The time of the vote of a round for which no rank was woken; 0 if there is no such round."""
+        self._num_early = 0
+        """The number of next rounds that wake the other ranks at once."""
+        self._is_active = False
+        """Whether there were requests since the background thread looked for them."""
+        self._is_asleep = False
+        """Whether the background thread must be woken to see new requests."""
         self._running_set = GLOBAL_SET
         """The process set whose group runs an operation."""
         self._last_joined: int | None = None
@@ -86,22 +118,24 @@ class HorovodEngine:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, entries: Sequence[TensorEntry]) -> None:
+    def submit(self, requests: Mapping[Key, TensorRequest], entries: Sequence[TensorEntry]) -> None:
         """Request operations, all in the same round. Raises UsageError if the name of a request is in use."""
         with self._lock:
             self._check_alive()
-            self._negotiator.request([entry.request for entry in entries])
-            requested_ns = 0 if self._recorder is None else time.monotonic_ns()
-            for entry in entries:
-                self._entries[entry.request.key] = entry
-                entry.requested_ns = requested_ns
+            if not self._negotiator.needs_round:
+                self._requested_s = time.monotonic()
+            self._negotiator.request(requests)
+            self._entries.update(zip(requests, entries, strict=True))
+            if self._recorder is not None:
+                requested_ns = time.monotonic_ns()
+                for entry in entries:
+                    entry.requested_ns = requested_ns
+            self._is_active = True
             self._wake_thread()
 
     def wait(self, entry: TensorEntry) -> None:
         """Wait until an operation is done. Raises HorovodInternalError if it failed."""
-        if not entry.is_done:
-            with self._changed:
-                self._changed.wait_for(lambda: entry.is_done)
+        self._wait_until(lambda: entry.is_done)
         if entry.error:
             raise HorovodInternalError(entry.error)
 
@@ -112,17 +146,16 @@ class HorovodEngine:
             self._last_joined = None
             self._negotiator.join()
             self._wake_thread()
-        with self._changed:
-            self._changed.wait_for(lambda: self._last_joined is not None or self._failure)
-            last: int | None = self._last_joined
-        if last is None:
+        self._wait_until(lambda: self._last_joined is not None or bool(self._failure))
+        if self._last_joined is None:
             raise HorovodInternalError(self._failure)
-        return last
+        return self._last_joined
 
     def change_process_sets(self, operation: str, ranks: Sequence[int]) -> None:
         """Add or remove a process set. All ranks of the program must call this method."""
-        entry = TensorEntry(TensorRequest(operation, operation, shape=tuple(ranks)))
-        self.submit([entry])
+        request = TensorRequest(operation, operation, shape=tuple(ranks))
+        entry = TensorEntry(request)
+        self.submit({request.key: request}, [entry])
         self.wait(entry)
 
     def set_timeline(self, traces: RankTraces | None, *, has_rounds: bool = False) -> None:
@@ -136,8 +169,7 @@ class HorovodEngine:
                 return
             self._negotiator.request_reports()
             self._wake_thread()
-        with self._changed:
-            self._changed.wait_for(lambda: (self._recorder is None) == (traces is None) or self._failure)
+        self._wait_until(lambda: (self._recorder is None) == (traces is None) or bool(self._failure))
 
     def find_process_set(self, ranks: Sequence[int]) -> int | None:
         with self._lock:
@@ -158,59 +190,132 @@ class HorovodEngine:
             raise HorovodInternalError(self._failure)
 
     def _wake_thread(self) -> None:
-        """The caller must hold the lock."""
-        if self._is_waiting:
-            self._is_waiting = False
+        """The caller must hold `_lock`."""
+        if self._is_asleep:
+            self._is_asleep = False
             with contextlib.suppress(CollectiveError):  # the thread gets the error too, and fails all entries
                 self._wakeups.wake_own_thread()
 
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Wait until a condition is true. Run the necessary rounds, unless another thread runs them."""
+        while not is_over():
+            if self._can_run_round() and self._rounds.acquire(blocking=False):
+                self._run_round_and_release(wakes_first=False)
+            else:
+                with self._changed:
+                    self._changed.wait_for(lambda: is_over() or self._can_run_round())
+
+    def _can_run_round(self) -> bool:
+        return self._negotiator.needs_round and not self._failure and not self._rounds.locked()
+
     def _serve(self) -> None:
-        failure = _SHUT_DOWN
         try:
-            with torch.no_grad():
-                while not self._negotiator.is_over:
-                    self._wait_for_round()
-                    self._run_round()
-                self._set_recorder(NO_TIMELINE)
-        except HorovodInternalError as error:
-            failure = str(error)
+            while not self._failure:
+                self._wait_for_round()
+                if self._rounds.acquire(timeout=_GRACE_S):
+                    self._run_round_and_release(wakes_first=True)
         except BaseException as error:
-            failure = f"a collective operation failed, and Horovod ends on this rank: {first_line(error)}"
+            self._abort(error)
+            with self._rounds:
+                self._end(error)
+
+    def _wait_for_round(self) -> None:
+        """Wait until this rank should take part in a round."""
+        while not self._failure:
+            with self._lock:
+                time_s = time.monotonic()
+                is_started = self._started_round >= self._round
+                left_s = self._requested_s + _GRACE_S - time_s
+                late_s = self._waiting_since_s and time_s - self._waiting_since_s
+                wakes_others = late_s and (is_started or late_s >= _LATE_S)
+                if wakes_others:
+                    self._waiting_since_s = 0.0
+                round_number = self._round
+                has_pending = self._negotiator.has_pending or self._recorder is not None
+                is_asleep = False
+                if self._negotiator.needs_round and left_s > 0:
+                    timeout = timedelta(seconds=left_s)
+                elif self._is_active or late_s:
+                    timeout = timedelta(seconds=_TICK_S if self._is_active else _LATE_S)
+                else:
+                    is_asleep, timeout = True, _CHECK if has_pending else _IDLE
+                is_needed = is_started or (self._negotiator.needs_round and left_s <= 0)
+                self._is_active = False
+                self._is_asleep = is_asleep and not is_needed
+            if wakes_others:
+                self._wakeups.wake_other_ranks(round_number)
+            if is_needed:
+                return
+            began_s = time.monotonic()
+            number = self._wakeups.wait(timeout)
+            with self._lock:
+                self._is_asleep = False
+                if is_asleep and time.monotonic() - began_s >= timeout.total_seconds():
+                    self._negotiator.uncache_pending()
+                    number = self._round
+                self._started_round = max(self._started_round, number)
+
+    def _run_round_and_release(self, *, wakes_first: bool) -> None:
+        """Run a round if this rank needs it or if another rank has started it. The caller must hold `_rounds`."""
+        try:
+            if self._failure or not (self._negotiator.needs_round or self._started_round >= self._round):
+                return
+            with torch.inference_mode(False), torch.no_grad():
+                self._run_round(wakes_first=wakes_first)
+                if self._negotiator.is_over:
+                    self._set_recorder(NO_TIMELINE)
+                    self._end(None)
+        except BaseException as error:
+            self._abort(error)
+            self._end(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._rounds.release()
+            with self._lock:
+                if self._negotiator.needs_round:
+                    self._wake_thread()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _abort(self, error: BaseException) -> None:
+        """End the groups, so that the other ranks get errors too."""
+        if not isinstance(error, HorovodInternalError):
             for number, group in self._executor.groups.items():
                 if number != self._running_set or not isinstance(error, CollectiveError):
                     group.abort()  # the group of the failed operation has notified its ranks already
+
+    def _end(self, error: BaseException | None) -> None:
+        """Fail all operations of this rank, because of an error or because a rank has left. Idempotent."""
+        failure = _SHUT_DOWN if error is None else str(error)
+        if error is not None and not isinstance(error, HorovodInternalError):
+            failure = f"a collective operation failed, and Horovod ends on this rank: {first_line(error)}"
         if self._traces is not None:
             self._traces.close()
         with self._lock:
-            self._failure = failure
+            self._failure = self._failure or failure
             keys = list(self._entries)
-        self._finish(keys, failure)
+            self._wake_thread()
+        self._finish(keys, self._failure)
 
-    def _wait_for_round(self) -> None:
-        is_started = False
-        while not is_started:
-            with self._lock:
-                if self._negotiator.needs_round:
-                    return
-                self._is_waiting = True
-                timeout = _CHECK if self._negotiator.has_pending or self._recorder is not None else _IDLE
-            began = time.monotonic()
-            is_started = self._wakeups.wait(self._round, timeout)
-            with self._lock:
-                self._is_waiting = False
-                if time.monotonic() - began >= timeout.total_seconds():
-                    self._negotiator.uncache_pending()
-
-    def _run_round(self) -> None:
-        self._wakeups.wake_other_ranks(self._round)
-        if self._recorder is not None:
-            self._recorder.add_round()
+    def _run_round(self, *, wakes_first: bool) -> None:
+        """Run a round. With `wakes_first`, wake the other ranks first."""
         with self._lock:
             vote, num_bits = self._negotiator.vote(), self._negotiator.num_bits
+            wakes_first = wakes_first or self._is_asleep or self._num_early > 0 or self._negotiator.has_idle_ranks
+            self._num_early = max(self._num_early - 1, 0)
+            self._waiting_since_s = 0.0 if wakes_first else time.monotonic()
+        if wakes_first:
+            self._wakeups.wake_other_ranks(self._round)
+        if self._recorder is not None:
+            self._recorder.add_round()
         bits = np.frombuffer(bytearray(vote.to_bytes(num_bits + 7 >> 3, "little")), np.uint8)
         self._group.all_reduce(bits, "bitwise_and", out=bits)
-        self._round += 1
         with self._lock:
+            self._round += 1
+            if not (wakes_first or self._waiting_since_s):
+                self._num_early = _NUM_EARLY
+            self._waiting_since_s = 0.0
             instructions = self._negotiator.agreed(int.from_bytes(bits.tobytes(), "little"))
         self._carry_out(instructions)
         if self._negotiator.needs_reports:
@@ -322,7 +427,9 @@ class HorovodEngine:
         with self._changed:
             for entry in entries:
                 if entry is not None:
-                    entry.error, entry.is_done = error, True
+                    if error:
+                        entry.error = error
+                    entry.is_done = True
             self._changed.notify_all()
 
     def _change_groups(self, request: TensorRequest) -> None:

@@ -43,7 +43,7 @@ class TensorEntry:
     ) -> None:
         """`output` receives the result. Without it, the operation creates a tensor, whose size depends on all ranks."""
         self.request, self.tensor, self.output, self.splits = request, tensor, output, splits
-        self.received_splits: list[int] = []
+        self.received_splits: Sequence[int] = ()
         self.is_done = False
         self.error = ""
         self.requested_ns = 0
@@ -67,23 +67,27 @@ class TensorEntry:
                 self.output = result.to(self.stream.device)
                 self.output.record_stream(self.stream)
             else:
-                self.output.copy_(result)
+                _copy([self.output], [result])
             torch.cuda.current_stream(self.stream.device).synchronize()
         elif self.output is None:
             self.output = result
         elif self.output.data_ptr() != result.data_ptr():
-            self.output.copy_(result)
+            _copy([self.output], [result])
 
 
 class TensorExecutor:
-    """Runs operations one after another. The calling thread must not record gradients."""
+    """Runs operations one after another.
+
+    The calling thread must neither record gradients nor be in PyTorch's inference mode, because other threads use the
+    results.
+    """
 
     def __init__(self, group: Group) -> None:
         """`group` has all ranks."""
         self.groups = {GLOBAL_SET: group}
         """The groups of the process sets that this rank belongs to."""
         self._phases: list[tuple[str, int]] = []
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         """The memory of every fused tensor. Only one of them is in use at a time."""
         self._fused: dict[int, tuple[Sequence[TensorRequest], Tensor, list[Tensor]]] = {}
         """The fused tensor and its parts, by the identity of the requests."""
@@ -144,15 +148,14 @@ class TensorExecutor:
             pairs = zip(requests, entries, strict=True)
             sources = [_neutral_tensor(request) if entry is None else entry.source() for request, entry in pairs]
         fused, parts = self._fusion_buffer(requests)
-        torch._foreach_copy_(parts, sources)
+        _copy(parts, sources)
         self._end_phase("MEMCPY_IN_FUSION_BUFFER")
         result = _reduce(group, fused, requests[0], out=fused)
         if result.data_ptr() != fused.data_ptr():
             fused.copy_(result)
         self._end_phase("PACELINE_ALLREDUCE")
         if is_on_host:
-            outputs: Any = [entry.output for entry in own]
-            torch._foreach_copy_(outputs, parts)
+            _copy([entry.output for entry in own], parts)
             return
         for entry, part in zip(entries, parts, strict=True):
             if entry is not None:
@@ -167,7 +170,7 @@ class TensorExecutor:
         if num_bytes > self._buffer.numel() or len(self._fused) >= _MOST_FUSED:
             self._fused.clear()
         if num_bytes > self._buffer.numel():
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         fused = self._buffer[:num_bytes].view(getattr(torch, requests[0].dtype))
         sizes = [request.num_bytes // fused.element_size() for request in requests]
         parts = [part.view(request.shape) for part, request in zip(torch.split(fused, sizes), requests, strict=True)]
@@ -189,6 +192,12 @@ class TensorExecutor:
         else:
             target = entry.output if entry.stream is None else torch.empty_like(entry.output, device="cpu")
             entry.finish(group.broadcast(target, root=root))
+
+
+def _copy(targets: Any, sources: Any) -> None:
+    """Copy tensors. The inference mode saves time, and allows targets from the caller's inference mode."""
+    with torch.inference_mode():
+        torch._foreach_copy_(targets, sources)
 
 
 def _reduce(
@@ -235,14 +244,14 @@ def _neutral_tensor(request: TensorRequest) -> Tensor:
     """Return the tensor of a joined rank: without rows, or with values that do not change the reduction."""
     dtype: torch.dtype = getattr(torch, request.dtype)
     if request.operation in (ALLGATHER, ALLTOALL):
-        return torch.zeros((0, *request.shape), dtype=dtype)
+        return torch.zeros((0, *request.shape), dtype=dtype, device="cpu")
     value: float = 1 if request.reduction == "product" else 0
     if request.reduction in ("min", "max") and dtype != torch.bool:
         limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
         value = limits.max if request.reduction == "min" else limits.min
     elif request.reduction == "min":
         value = 1
-    return torch.full(request.shape, value, dtype=dtype)
+    return torch.full(request.shape, value, dtype=dtype, device="cpu")
 
 
 def adasum(group: Group, source: Tensor) -> Tensor:

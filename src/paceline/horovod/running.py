@@ -19,7 +19,12 @@ _T = TypeVar("_T")
 _OLD_NAMES: Final = {
     "np": "num_proc", "min_np": "min_num_proc", "max_np": "max_num_proc", "network_interface": "network_interfaces",
 }  # fmt: skip
-_ARGUMENTS: Final = {each.name for each in fields(HorovodrunOptions)} - {"command", "config_file", "check_build", "version"}
+_ARGUMENTS: Final = {each.name for each in fields(HorovodrunOptions)} - {
+    "command",
+    "config_file",
+    "check_build",
+    "version",
+}
 
 
 def run(

@@ -15,9 +15,9 @@ import numpy as np
 from paceline.collectives import CollectiveTicket, Group
 from paceline.errors import DeadlineError
 
+NO_ROUND: Final = -1
+"""In place of the number of a round: the thread was woken by its own rank, or by no rank."""
 _TAG: Final = 0
-_LOCAL: Final = -1
-"""The number in a message of this rank to itself, in place of the number of a round."""
 
 
 class Wakeups:
@@ -27,37 +27,34 @@ class Wakeups:
         self._group = group
         self._received = np.zeros(1, np.int64)
         self._ticket: CollectiveTicket | None = None
-        self._awake: set[int] = set()
-        """Ranks that are awake for the current round, because this rank has received their messages."""
+        self._started: dict[int, int] = {}
+        """The last round that each rank has started with a message to this rank. In this round, the rank is awake."""
         distances = (1 << power for power in range((group.size - 1).bit_length()))
         self._targets = list(dict.fromkeys((group.rank + distance) % group.size for distance in distances))
 
     def wake_own_thread(self) -> None:
         """End the wait of this rank's thread. Thread-safe."""
-        self._group.send(np.array([_LOCAL], np.int64), self._group.rank, tag=_TAG)
+        self._group.send(np.array([NO_ROUND], np.int64), self._group.rank, tag=_TAG)
 
-    def wait(self, round_number: int, timeout: timedelta) -> bool:
-        """Wait until another rank starts the round or :meth:`wake_own_thread` is called.
+    def wait(self, timeout: timedelta) -> int:
+        """Wait until another rank starts a round or :meth:`wake_own_thread` is called. Return the number of the round.
 
-        Return whether another rank starts the round. After the timeout, return True too.
+        After the timeout, return NO_ROUND.
         """
-        while True:
-            if self._ticket is None:
-                self._ticket = self._group.recv_async(self._received, tag=_TAG)
-            try:
-                self._ticket.wait(timeout)
-            except DeadlineError:
-                return True
-            source, number = self._ticket.result(), int(self._received[0])
-            self._ticket = None
-            if number == _LOCAL:
-                return False
-            if number == round_number:
-                self._awake.add(source)
-                return True
+        if self._ticket is None:
+            self._ticket = self._group.recv_async(self._received, tag=_TAG)
+        try:
+            self._ticket.wait(timeout)
+        except DeadlineError:
+            return NO_ROUND
+        source, number = self._ticket.result(), int(self._received[0])
+        self._ticket = None
+        if source != self._group.rank:
+            self._started[source] = number
+        return number
 
     def wake_other_ranks(self, round_number: int) -> None:
+        """Start a round. Thread-safe."""
         for rank in self._targets:
-            if rank not in self._awake:
+            if self._started.get(rank, NO_ROUND) < round_number:
                 self._group.send(np.array([round_number], np.int64), rank, tag=_TAG)
-        self._awake.clear()

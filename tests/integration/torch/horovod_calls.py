@@ -115,6 +115,22 @@ def check_groups(rank: int, size: int) -> None:
     assert hvd.grouped_allreduce([]) == []
 
 
+def check_inference_mode(rank: int, size: int) -> None:
+    """The results can be used and changed outside of the mode too, and the engine's own tensors stay usable."""
+    tensors = [torch.full((number + 1,), float(rank)) for number in range(3)]
+    with torch.inference_mode():
+        results = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="inference")
+        scaled = hvd.allreduce(tensors[2], op=hvd.Sum, postscale_factor=2.0, name="scaled")
+        hvd.grouped_allreduce_(tensors, op=hvd.Sum, name="in place")
+        gathered = hvd.allgather(tensors[0])
+    assert [result.tolist() for result in results] == [tensor.tolist() for tensor in tensors]
+    assert [result[0].item() for result in results] == [3.0] * 3
+    assert scaled.tolist() == [6.0] * 3
+    assert gathered.requires_grad_().sum().item() == 9.0
+    hvd.grouped_allreduce_(tensors, op=hvd.Sum, name="in place")
+    assert tensors[1].tolist() == [9.0] * 2
+
+
 def check_all_gather(rank: int, size: int) -> None:
     for step in range(3):  # the number of rows changes, so the cached request has another shape
         gathered = hvd.allgather(torch.full((rank + step, 2), rank), name="rows")

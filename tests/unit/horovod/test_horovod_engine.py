@@ -22,19 +22,20 @@ def test_a_request_after_the_end_of_the_group_fails_as_an_operation(monkeypatch:
     ended, requested = threading.Event(), threading.Event()
     wait = Wakeups.wait
 
-    def end_group_and_wait(self: Wakeups, round_number: int, timeout: timedelta) -> bool:
+    def end_group_and_wait(self: Wakeups, timeout: timedelta) -> int:
         group.abort()
         ended.set()
         requested.wait(30.0)
-        return wait(self, round_number, timeout)
+        return wait(self, timeout)
 
     monkeypatch.setattr(Wakeups, "wait", end_group_and_wait)
     group = collectives.init()
     engine = HorovodEngine(group, Negotiator(0, 1, cache_capacity=8, fusion_threshold_bytes=0), None)
     engine.start()
     assert ended.wait(30.0)
-    entry = TensorEntry(TensorRequest("x", BARRIER), torch.empty(0))
-    engine.submit([entry])
+    request = TensorRequest("x", BARRIER)
+    entry = TensorEntry(request, torch.empty(0))
+    engine.submit({request.key: request}, [entry])
     requested.set()
     with pytest.raises(HorovodInternalError, match="a collective operation failed"):
         engine.wait(entry)

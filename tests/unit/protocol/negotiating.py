@@ -43,7 +43,7 @@ class NegotiatingRanks:
     def request(self, requests: Iterable[TensorRequest], ranks: Sequence[int] | None = None) -> None:
         for request in requests:
             for rank in range(self.size) if ranks is None else ranks:
-                self.ranks[rank].request([request])
+                self.ranks[rank].request({request.key: request})
 
     def run_round(self, between: Callable[[], None] = lambda: None) -> None:
         """Run one round. `between` is called between any two steps of any two ranks."""

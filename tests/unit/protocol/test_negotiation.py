@@ -69,7 +69,7 @@ def test_any_order_of_arrival_gives_one_order(seed: int, size: int, capacity: in
     def arrive() -> None:
         for _ in range(random.randint(0, min(2, len(arrivals)))):
             rank, name = arrivals.pop()
-            ranks.ranks[rank].request([tensor(name)])
+            ranks.request([tensor(name)], ranks=[rank])
 
     for _ in range(3):
         arrivals = arrivals_of(size, random)
@@ -79,6 +79,31 @@ def test_any_order_of_arrival_gives_one_order(seed: int, size: int, capacity: in
         ranks.run()
     assert sorted(ranks.names(0)) == sorted(NAMES * 3)
     assert all(ranks.operations(rank) == ranks.operations(0) for rank in range(size))
+
+
+@given(SEEDS, st.integers(2, 4), st.integers(5, 8))
+def test_repeated_steps_have_one_order(seed: int, size: int, capacity: int) -> None:
+    """Each rank repeats its requests in its own order. In some steps, a shape changes or there is one request more."""
+    random = Random(seed)
+    ranks = NegotiatingRanks(size, capacity=capacity)
+    orders = [random.sample(NAMES, len(NAMES)) for _ in range(size)]
+    lengths = dict.fromkeys([*NAMES, "extra"], 4)
+    expected: list[str] = []
+    for _ in range(10):
+        lengths[random.choice([*NAMES, "extra", "extra", "extra"])] += 1
+        extra = random.choice([[], [], ["extra"]])
+        first = random.choice([0, 0, 3])
+        for part in (slice(0, first), slice(first, None)):
+            for rank in random.sample(range(size), size):
+                for name in (orders[rank] + extra)[part]:
+                    ranks.request([tensor(name, (lengths[name],))], ranks=[rank])
+                if random.random() < 0.2:
+                    ranks.run_round()
+        ranks.run()
+        expected += NAMES + extra
+        assert sorted(ranks.names(0)) == sorted(expected)
+    assert all(ranks.operations(rank) == ranks.operations(0) for rank in range(size))
+    assert not any(rank.has_pending for rank in ranks.ranks)
 
 
 @given(SEEDS, st.integers(2, 4), st.booleans())
@@ -326,26 +351,27 @@ def test_all_ranks_end_when_one_leaves() -> None:
 def test_a_name_is_used_once_at_a_time() -> None:
     ranks = NegotiatingRanks(2)
     ranks.request([tensor("x")], ranks=[0])
-    for requests in ([tensor("x")], [tensor("y"), tensor("y")]):
-        with pytest.raises(UsageError, match="same name as another tensor that is currently being processed"):
-            ranks.ranks[0].request(requests)
+    with pytest.raises(UsageError, match="same name as another tensor that is currently being processed: 'x'"):
+        ranks.ranks[0].request({request.key: request for request in (tensor("y"), tensor("x"))})
+    ranks.request([tensor("y")], ranks=[0])
     ranks.ranks[1].join()
-    for call in (lambda: ranks.ranks[1].request([tensor("z")]), ranks.ranks[1].join):
+    for call in (lambda: ranks.request([tensor("z")], ranks=[1]), ranks.ranks[1].join):
         with pytest.raises(UsageError, match="join"):
             call()
 
 
 def test_a_name_is_in_use_until_its_operation_is_done() -> None:
     alone = Negotiator(0, 1, cache_capacity=8, fusion_threshold_bytes=0)
+    request = {tensor("x").key: tensor("x")}
     for _ in range(2):  # by the coordinator's decision, then by the cache
-        alone.request([tensor("x")])
+        alone.request(request)
         alone.agreed(alone.vote())
         if alone.needs_reports:
             alone.decided(alone.decide([alone.report()]))
         assert not alone.has_pending
         with pytest.raises(UsageError, match="currently being processed"):
-            alone.request([tensor("x")])
-        alone.finished([tensor("x").key])
+            alone.request(request)
+        alone.finished(request)
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

@@ -19,7 +19,7 @@ in Romero et al. (NSDI 2022), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -70,9 +70,11 @@ class Negotiator:
         """Whether a rank has left. No round follows."""
         self._capacity = cache_capacity
         self._fuse = partial(fuse, threshold_bytes=fusion_threshold_bytes, fuses_groups=fuses_groups)
+        self._in_use: set[Key] = set()
+        """The names of all requests that the runtime has not carried out yet."""
+        self._new: dict[Key, TensorRequest] = {}
+        """Requests since the last vote or report, which are in none of the following attributes yet."""
         self._pending: dict[Key, TensorRequest] = {}
-        self._running: set[Key] = set()
-        """Agreed requests of this rank that the runtime has not carried out yet."""
         self._unreported: dict[Key, TensorRequest] = {}
         """Pending requests that are not in the cache and that the coordinator has not received."""
         self._invalid: list[int] = []
@@ -91,6 +93,11 @@ class Negotiator:
         """The bits of the slots that belong to process sets without this rank."""
         self._plans: dict[int, tuple[list[Key], list[NegotiationInstruction]]] = {}
         """The keys and the instructions for each set of slots that all ranks have voted for."""
+        self._steps: dict[tuple[Key, int], tuple[list[TensorRequest], int]] = {}
+        """Requests between two votes that are all in the cache, and the bits of their slots. The key of this dictionary
+        is the key of the first request and the number of requests. Steps of a training repeat their requests, so they
+        are found here at once.
+        """
         self._last_slots = 0
         self._next_set = GLOBAL_SET + 1
         self._table = RequestTable(self.process_sets)
@@ -103,38 +110,33 @@ class Negotiator:
     @property
     def has_pending(self) -> bool:
         """Whether this rank waits for other ranks."""
-        return bool(self._pending) or self._has_joined
+        return bool(self._new or self._pending) or self._has_joined
+
+    @property
+    def has_idle_ranks(self) -> bool:
+        """Whether operations may run without a request of some ranks."""
+        return bool(self.joined) or len(self.process_sets) > 1
 
     @property
     def _has_joined(self) -> bool:
         return self._joins or self.rank in self.joined
 
-    def request(self, requests: Sequence[TensorRequest]) -> None:
+    def request(self, requests: Mapping[Key, TensorRequest]) -> None:
         """Add requests, all or none. Raises UsageError for names in use, after :meth:`join`, and for unknown sets."""
         if self._has_joined:
+            name = next(iter(requests))[1]
+            raise UsageError(f"{name!r} was requested after join(); wait until join() returns")
+        if not self._in_use.isdisjoint(requests):
+            name = next(key[1] for key in requests if key in self._in_use)
             raise UsageError(
-                f"{requests[0].operation} {requests[0].name!r} was requested after join(); wait until join() returns"
+                "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
+                f"that is currently being processed: {name!r}. Wait for the first call, or pass a different tensor name"
             )
-        keys = [request.key for request in requests]
-        is_repeated = len(keys) > 1 and len(set(keys)) < len(keys)
-        for key in keys:
-            if key in self._pending or key in self._running or is_repeated:
-                raise UsageError(
-                    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
-                    f"that is currently being processed: {key[1]!r}. Wait for the first call, or pass a different "
-                    "tensor name"
-                )
-            if key[0] not in self.process_sets:
-                raise UsageError(f"process set {key[0]} does not exist; call add_process_set() first")
-        for key, request in zip(keys, requests, strict=True):
-            self._pending[key] = request
-            slot = self._slots.get(key)
-            if slot is not None and request.common() == self._cached[slot]:
-                self._ready |= 1 << slot
-            else:
-                self._unreported[key] = request
-                if slot is not None:
-                    self._invalid.append(slot)
+        for number, _ in requests:
+            if number not in self.process_sets:
+                raise UsageError(f"process set {number} does not exist; call add_process_set() first")
+        self._in_use.update(requests)
+        self._new.update(requests)
         self.needs_round = True
 
     def join(self) -> None:
@@ -150,6 +152,7 @@ class Negotiator:
     def vote(self) -> int:
         """Return this rank's bits for the next round."""
         self.needs_round = False
+        self._add_new()
         slots = self._ready | self._foreign
         if self.rank in self.joined:
             slots |= sum(1 << slot for slot, cached in self._cached.items() if self._has_active_ranks(cached))
@@ -168,10 +171,11 @@ class Negotiator:
                 self._plans.clear()
             self._plans[slots] = self._plan(slots)
         keys, instructions = self._plans[slots]
-        pending, running = self._pending, self._running
-        for key in keys:
-            if pending.pop(key, None) is not None:
-                running.add(key)
+        if (self._ready & slots).bit_count() == len(self._pending):  # all pending requests
+            self._pending.clear()
+        else:
+            for key in keys:
+                self._pending.pop(key, None)
         self._ready &= ~slots
         if slots != self._last_slots:  # else the order of use does not change
             self._last_slots = slots
@@ -181,6 +185,7 @@ class Negotiator:
 
     def report(self) -> NegotiationReport:
         """Return the requests that this rank has not reported yet."""
+        self._add_new()
         if self._joins:
             self.uncache_pending()  # after join(), the other ranks do not wait for this rank's votes
         report = NegotiationReport(tuple(self._unreported.values()), tuple(self._invalid), self._joins)
@@ -195,6 +200,7 @@ class Negotiator:
 
     def decided(self, decision: NegotiationDecision) -> list[NegotiationInstruction]:
         """Return the instructions for the coordinator's responses."""
+        self._add_new()
         for slot in decision.invalid:
             self._evict(slot)
         if decision.joined != self.joined:
@@ -207,8 +213,7 @@ class Negotiator:
         for response in decision.responses:
             request = response.request.common()
             self._unreported.pop(request.key, None)
-            if self._pending.pop(request.key, None) is not None:
-                self._running.add(request.key)
+            self._pending.pop(request.key, None)
             if response.error:
                 instructions.append(FailRequest(request.key, response.error))
                 continue
@@ -231,6 +236,7 @@ class Negotiator:
 
         The runtime calls this method if requests wait for a long time, so that :meth:`missing` lists them.
         """
+        self._add_new()
         for slot in _positions(self._ready):
             key = self._cached[slot].key
             self._unreported[key] = self._pending[key]
@@ -248,11 +254,36 @@ class Negotiator:
 
     def finished(self, keys: Iterable[Key]) -> None:
         """Free the names of requests whose instructions the runtime has carried out."""
-        self._running.difference_update(keys)
+        self._in_use.difference_update(keys)
 
     def find_process_set(self, ranks: Sequence[int]) -> int | None:
         """Return the number of the process set with these ranks, or None."""
         return next((number for number, members in self.process_sets.items() if members == tuple(ranks)), None)
+
+    def _add_new(self) -> None:
+        """Find the new requests in the cache. The coordinator must receive the others."""
+        new, self._new = self._new, {}
+        if not new:
+            return
+        requests = list(new.values())
+        step = (requests[0].key, len(requests))
+        known, bits = self._steps.get(step, ([], 0))
+        if requests != known:
+            bits = 0
+            for key, request in new.items():
+                slot = self._slots.get(key)
+                if slot is not None and request.common() == self._cached[slot]:
+                    bits |= 1 << slot
+                    continue
+                self._unreported[key] = request
+                if slot is not None:
+                    self._invalid.append(slot)
+            if bits.bit_count() == len(requests):
+                if len(self._steps) >= _MOST_PLANS:
+                    self._steps.clear()
+                self._steps[step] = requests, bits
+        self._ready |= bits
+        self._pending.update(new)
 
     def _plan(self, slots: int) -> tuple[list[Key], list[NegotiationInstruction]]:
         requests = [self._cached[slot] for slot in _positions(slots & ~self._foreign)]
@@ -279,7 +310,6 @@ class Negotiator:
             for key in keys:
                 del self._pending[key]
                 self._unreported.pop(key, None)
-                self._running.add(key)
             return [FailRequest(key, f"process set {number} was removed while {key[1]!r} was pending") for key in keys]
         return []
 
@@ -300,6 +330,7 @@ class Negotiator:
 
     def _forget_plans(self) -> None:
         self._plans.clear()
+        self._steps.clear()
         self._last_slots = 0
 
     def _evict(self, slot: int) -> None:
