@@ -34,28 +34,27 @@ class Splits(NamedTuple):
 
 
 @dataclass(slots=True)
-class HorovodCall:
-    """An operation that has a handle: its entries and the form of its result."""
+class ResultForm:
+    """The form of the result of a call that is not one tensor."""
 
-    engine: HorovodEngine
-    entries: Sequence[TensorEntry]
     are_arrays: Sequence[bool]
-    """Whether the result of each entry is a NumPy array. Empty if all results are tensors."""
+    """Whether the result of each entry is a NumPy array."""
     is_list: bool
     splits: Splits | None
     """None for operations other than all-to-all."""
 
-    def result(self) -> Any:
-        results: list[Any] = [entry.output for entry in self.entries]
-        for place in range(len(self.are_arrays)):
-            if self.are_arrays[place] and results[place] is not None:
-                results[place] = results[place].numpy()
-        if self.splits is not None:
-            results = [(results[0], self.splits.like.new_tensor(self.entries[0].received_splits))]
+    def make(self, entries: Sequence[TensorEntry]) -> Any:
+        results: list[Any] = []
+        for entry, is_array in zip(entries, self.are_arrays, strict=True):
+            output: Any = entry.output.numpy() if is_array and entry.output is not None else entry.output
+            if self.splits is not None:
+                output = output, self.splits.like.new_tensor(entry.received_splits)
+            results.append(output)
         return results if self.is_list else results[0]
 
 
-_calls: dict[int, HorovodCall] = {}
+_calls: dict[int, tuple[HorovodEngine, Sequence[TensorEntry], ResultForm | None]] = {}
+"""The engine, the entries and the form of the result of each handle."""
 _handles = itertools.count()
 _naming = threading.Lock()
 
@@ -84,18 +83,15 @@ def request(
         raise UsageError(f"{process_set} was not added; pass it to init() or add_process_set() first")
     if not process_set.included():
         raise UsageError(f"rank {context.group.rank} is not in {process_set}, so it cannot run {operation} there")
-    is_unnamed = name is None
+    is_named = name is not None
     if name is None:
         with _naming:
             index = context.num_unnamed.get(number, 0)
             context.num_unnamed[number] = index + 1
         name = f"{UNNAMED}{index}"
-    are_arrays = (
-        ()
-        if all(isinstance(value, Tensor) for value in tensors)
-        else [not isinstance(value, Tensor) for value in tensors]
-    )
-    if are_arrays:
+    form: ResultForm | None = None
+    if is_grouped or splits is not None or not isinstance(tensors[0], Tensor):
+        form = ResultForm([not isinstance(value, Tensor) for value in tensors], is_grouped, splits)
         tensors = [as_tensor(value, is_target=bool(in_place)) for value in tensors]
     # A training repeats its calls, so the requests of the last equal call are used again.
     call = (name, number, operation, reduction, root, scales, len(tensors) if is_grouped else -1)
@@ -108,24 +104,24 @@ def request(
             requests[number, own_name] = _make_request(
                 tensor, own_name, operation, reduction, root, scales, group, number
             )
-        if not is_unnamed:
+        if is_named:
             if len(context.requests) >= _MOST_REQUESTS:
                 context.requests.clear()
             context.requests[call] = requests
-    outputs: Sequence[Tensor | None] = tensors if in_place else [None] * len(tensors)
-    if in_place is False:
+    outputs: Sequence[Tensor | None] = tensors
+    if in_place is None:
+        outputs = [None] * len(tensors)
+    elif not in_place:
         outputs = [
             torch.empty_like(tensor, requires_grad=False, memory_format=torch.contiguous_format) for tensor in tensors
         ]
-    rows = () if splits is None else splits.rows
-    entries = [
-        TensorEntry(each, tensor, output, rows)
-        for each, tensor, output in zip(requests.values(), tensors, outputs, strict=True)
-    ]
+    entries = list(map(TensorEntry, requests.values(), tensors, outputs))
+    if splits is not None:
+        entries[0].splits = splits.rows
     if entries:
         context.engine.submit(requests, entries)
     handle = next(_handles)
-    _calls[handle] = HorovodCall(context.engine, entries, are_arrays, is_grouped, splits)
+    _calls[handle] = context.engine, entries, form
     return handle
 
 
@@ -198,7 +194,7 @@ def drop_handles() -> None:
 def poll(handle: int) -> bool:
     """Return whether an operation is done: :func:`synchronize` would not wait."""
     call = _calls.get(handle)
-    return call is None or all(entry.is_done for entry in call.entries)
+    return call is None or all(entry.is_done for entry in call[1])
 
 
 def synchronize(handle: int) -> Any:
@@ -209,7 +205,8 @@ def synchronize(handle: int) -> Any:
     call = _calls.pop(handle, None)
     if call is None:
         return None
-    for entry in call.entries:
+    engine, entries, form = call
+    for entry in entries:
         if not entry.is_done or entry.error:
-            call.engine.wait(entry)
-    return call.result()
+            engine.wait(entry)
+    return entries[0].output if form is None else form.make(entries)

@@ -15,13 +15,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Final
+from operator import itemgetter
+from typing import Any, Final
 
 import msgspec
 import numpy as np
-import torch
 
 from paceline.collectives import Group
 from paceline.collectives.clocks import clock_offsets
@@ -64,6 +64,7 @@ _LATE_S: Final = 0.002
 """If a round does not begin within this time, the background thread wakes the other ranks."""
 _NUM_EARLY: Final = 10
 """The number of rounds that wake the other ranks at once, after a round in which the ranks were late."""
+_MOST_ORDERS: Final = 16
 _SHUT_DOWN: Final = (
     "Horovod has been shut down: a rank has called shutdown() or has ended, while other ranks still request "
     "collective operations; call shutdown() on all ranks after the last operation"
@@ -86,6 +87,12 @@ class HorovodEngine:
         self._changed = threading.Condition(threading.Lock())
         """Notified after entries are done, a join or timeline starts or ends, and after each round."""
         self._entries: dict[Key, TensorEntry] = {}
+        self._running: Sequence[TensorEntry | None] = ()
+        """The entries of the running operation, which are no longer in `_entries`."""
+        self._orders: dict[int, tuple[Sequence[Key], list[Key], Callable[..., Any]]] = {}
+        """For operations that took all entries: their keys, the keys of the entries, and a function that puts the
+        entries into the order of the operation. The key of this dictionary is the identity of the operation's keys.
+        """
         self._round = 0
         self._started_round = NO_ROUND
         """The last round that another rank has started."""
@@ -121,17 +128,19 @@ class HorovodEngine:
     def submit(self, requests: Mapping[Key, TensorRequest], entries: Sequence[TensorEntry]) -> None:
         """Request operations, all in the same round. Raises UsageError if the name of a request is in use."""
         with self._lock:
-            self._check_alive()
+            if self._failure:
+                raise HorovodInternalError(self._failure)
             if not self._negotiator.needs_round:
                 self._requested_s = time.monotonic()
             self._negotiator.request(requests)
-            self._entries.update(zip(requests, entries, strict=True))
+            self._entries.update(zip(requests, entries))  # noqa: B905  (takes less time)
             if self._recorder is not None:
                 requested_ns = time.monotonic_ns()
                 for entry in entries:
                     entry.requested_ns = requested_ns
             self._is_active = True
-            self._wake_thread()
+            if self._is_asleep:
+                self._wake_thread()
 
     def wait(self, entry: TensorEntry) -> None:
         """Wait until an operation is done. Raises HorovodInternalError if it failed."""
@@ -260,11 +269,10 @@ class HorovodEngine:
         try:
             if self._failure or not (self._negotiator.needs_round or self._started_round >= self._round):
                 return
-            with torch.inference_mode(False), torch.no_grad():
-                self._run_round(wakes_first=wakes_first)
-                if self._negotiator.is_over:
-                    self._set_recorder(NO_TIMELINE)
-                    self._end(None)
+            self._run_round(wakes_first=wakes_first)
+            if self._negotiator.is_over:
+                self._set_recorder(NO_TIMELINE)
+                self._end(None)
         except BaseException as error:
             self._abort(error)
             self._end(error)
@@ -294,9 +302,10 @@ class HorovodEngine:
             self._traces.close()
         with self._lock:
             self._failure = self._failure or failure
-            keys = list(self._entries)
+            entries = [*self._entries.values(), *self._running]
+            self._entries.clear()
             self._wake_thread()
-        self._finish(keys, self._failure)
+        self._finish((), entries, self._failure)
 
     def _run_round(self, *, wakes_first: bool) -> None:
         """Run a round. With `wakes_first`, wake the other ranks first."""
@@ -401,8 +410,7 @@ class HorovodEngine:
             match instruction:
                 case RunOperation(requests, keys):
                     _log.debug("%s of %s", requests[0].operation, keys)
-                    with self._lock:
-                        entries = list(map(self._entries.get, keys))
+                    entries = self._take_entries(keys)
                     if requests[0].operation in CHANGE_SETS:
                         self._change_groups(requests[0])
                     else:
@@ -411,18 +419,35 @@ class HorovodEngine:
                         self._running_set = GLOBAL_SET
                         if self._recorder is not None:
                             self._recorder.add(entries, agreed_ns, phases)
-                    self._finish(keys)
+                    self._finish(keys, entries)
                 case FailRequest(key, error):
-                    self._finish([key], error)
+                    self._finish([key], self._take_entries([key]), error)
                 case EndJoin(last):
                     with self._changed:
                         self._last_joined = last
                         self._changed.notify_all()
 
-    def _finish(self, keys: Sequence[Key], error: str = "") -> None:
+    def _take_entries(self, keys: Sequence[Key]) -> Sequence[TensorEntry | None]:
+        """Remove and return the entries of an operation. Equal operations follow each other, so their order is kept."""
+        with self._lock:
+            present = list(self._entries)
+            known, order_of, sort = self._orders.get(id(keys), ((), [], tuple))
+            if known is keys and order_of == present:
+                self._running = sort(list(self._entries.values()))
+                self._entries.clear()
+                return self._running
+            self._running = [self._entries.pop(key, None) for key in keys]
+            if not self._entries and len(present) == len(keys) > 1:
+                if len(self._orders) >= _MOST_ORDERS:
+                    self._orders.clear()
+                places = {key: place for place, key in enumerate(present)}
+                self._orders[id(keys)] = keys, present, itemgetter(*map(places.__getitem__, keys))
+            return self._running
+
+    def _finish(self, keys: Iterable[Key], entries: Iterable[TensorEntry | None], error: str = "") -> None:
         """Mark this rank's entries as done, and free their names."""
         with self._lock:
-            entries = [self._entries.pop(key, None) for key in keys]
+            self._running = ()
             self._negotiator.finished(keys)
         with self._changed:
             for entry in entries:

@@ -34,15 +34,10 @@ class TensorEntry:
         "error", "is_done", "output", "received_splits", "request", "requested_ns", "splits", "stream", "tensor",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        request: TensorRequest,
-        tensor: Tensor | None = None,
-        output: Tensor | None = None,
-        splits: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, request: TensorRequest, tensor: Tensor | None = None, output: Tensor | None = None) -> None:
         """`output` receives the result. Without it, the operation creates a tensor, whose size depends on all ranks."""
-        self.request, self.tensor, self.output, self.splits = request, tensor, output, splits
+        self.request, self.tensor, self.output = request, tensor, output
+        self.splits: Sequence[int] = ()
         self.received_splits: Sequence[int] = ()
         self.is_done = False
         self.error = ""
@@ -67,20 +62,21 @@ class TensorEntry:
                 self.output = result.to(self.stream.device)
                 self.output.record_stream(self.stream)
             else:
-                _copy([self.output], [result])
+                self._copy(result)
             torch.cuda.current_stream(self.stream.device).synchronize()
         elif self.output is None:
             self.output = result
         elif self.output.data_ptr() != result.data_ptr():
-            _copy([self.output], [result])
+            self._copy(result)
+
+    def _copy(self, result: Tensor) -> None:
+        assert self.output is not None
+        with torch.inference_mode():  # the output may be from the inference mode of the caller
+            self.output.copy_(result)
 
 
 class TensorExecutor:
-    """Runs operations one after another.
-
-    The calling thread must neither record gradients nor be in PyTorch's inference mode, because other threads use the
-    results.
-    """
+    """Runs operations one after another."""
 
     def __init__(self, group: Group) -> None:
         """`group` has all ranks."""
@@ -104,14 +100,29 @@ class TensorExecutor:
         self._phases = []
         self._end_phase("QUEUE")
         group = self.groups[request.process_set]
-        if request.operation == ALLREDUCE and request.reduction != ADASUM:
-            self._all_reduce(group, requests, entries)
-        elif request.operation == BROADCAST:
+        is_fused = len(requests) > 1
+        if is_fused:
+            with torch.inference_mode():  # saves time, and allows outputs from the inference mode of the caller
+                self._all_reduce_fused(group, requests, entries)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                self._run_one(group, request, entry)
+        self._end_phase("MEMCPY_OUT_FUSION_BUFFER" if is_fused else f"PACELINE_{request.operation.upper()}")
+        return self._phases
+
+    def _end_phase(self, name: str) -> None:
+        self._phases.append((name, time.monotonic_ns()))
+
+    def _run_one(self, group: Group, request: TensorRequest, entry: TensorEntry | None) -> None:
+        if request.operation == BROADCAST:
             self._broadcast(group, request, entry)
         elif request.operation in (ALLREDUCE, ALLGATHER, ALLTOALL, REDUCESCATTER):
             source = _neutral_tensor(request) if entry is None else entry.source()
-            if request.operation == ALLREDUCE:
+            if request.operation == ALLREDUCE and request.reduction == ADASUM:
                 result = adasum(group, source)
+            elif request.operation == ALLREDUCE:
+                out = entry.output if entry is not None and entry.stream is None else None
+                result = _reduce(group, source, request, out=out)
             elif request.operation == ALLGATHER:
                 result = group.all_gather(source, sizes=group.gather_sizes(source))
             elif request.operation == ALLTOALL:
@@ -123,39 +134,26 @@ class TensorExecutor:
                 entry.finish(result)
         else:
             group.barrier()
-        is_fused = len(requests) > 1
-        self._end_phase("MEMCPY_OUT_FUSION_BUFFER" if is_fused else f"PACELINE_{request.operation.upper()}")
-        return self._phases
 
-    def _end_phase(self, name: str) -> None:
-        self._phases.append((name, time.monotonic_ns()))
-
-    def _all_reduce(
+    def _all_reduce_fused(
         self, group: Group, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]
     ) -> None:
-        if len(requests) == 1:
-            (entry,) = entries
-            source = _neutral_tensor(requests[0]) if entry is None else entry.source()
-            out = entry.output if entry is not None and entry.stream is None else None
-            result = _reduce(group, source, requests[0], out=out)
-            if entry is not None:
-                entry.finish(result)
-            return
-        own = [entry for entry in entries if entry is not None]
+        own: list[Any] = [*filter(None, entries)]
         is_on_host = requests[0].device == "cpu" and len(own) == len(entries)
-        sources: Any = [entry.tensor for entry in own]
-        if not is_on_host:
+        if is_on_host:
+            sources = [entry.tensor for entry in own]
+        else:
             pairs = zip(requests, entries, strict=True)
             sources = [_neutral_tensor(request) if entry is None else entry.source() for request, entry in pairs]
         fused, parts = self._fusion_buffer(requests)
-        _copy(parts, sources)
+        torch._foreach_copy_(parts, sources)
         self._end_phase("MEMCPY_IN_FUSION_BUFFER")
         result = _reduce(group, fused, requests[0], out=fused)
         if result.data_ptr() != fused.data_ptr():
             fused.copy_(result)
         self._end_phase("PACELINE_ALLREDUCE")
         if is_on_host:
-            _copy([entry.output for entry in own], parts)
+            torch._foreach_copy_([entry.output for entry in own], parts)
             return
         for entry, part in zip(entries, parts, strict=True):
             if entry is not None:
@@ -192,12 +190,6 @@ class TensorExecutor:
         else:
             target = entry.output if entry.stream is None else torch.empty_like(entry.output, device="cpu")
             entry.finish(group.broadcast(target, root=root))
-
-
-def _copy(targets: Any, sources: Any) -> None:
-    """Copy tensors. The inference mode saves time, and allows targets from the caller's inference mode."""
-    with torch.inference_mode():
-        torch._foreach_copy_(targets, sources)
 
 
 def _reduce(

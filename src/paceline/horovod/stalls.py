@@ -30,6 +30,10 @@ class StallInspector:
 
         `missing` contains the ranks that each request waits for.
         """
+        if not missing:
+            self._since.clear()
+            self._warned.clear()
+            return [], []
         self._since = {key: self._since.get(key, time_s) for key in missing}
         self._warned &= missing.keys()
         waits_s = {key: time_s - since_s for key, since_s in self._since.items()}
