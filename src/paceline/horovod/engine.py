@@ -108,7 +108,8 @@ class HorovodEngine:
         """Whether the background thread must be woken to see new requests."""
         self._running_set = GLOBAL_SET
         """The process set whose group runs an operation."""
-        self._last_joined: int | None = None
+        self._last_joined = -1
+        """The rank that joined last; -1 until all ranks have joined."""
         self._failure = ""
         self._lines: list[str] = []
         """On rank 0, the line that each rank's main thread executes. Empty in rounds without reports."""
@@ -152,11 +153,11 @@ class HorovodEngine:
         """Take part in the operations of the other ranks until all have joined. Return the rank that joined last."""
         with self._lock:
             self._check_alive()
-            self._last_joined = None
+            self._last_joined = -1
             self._negotiator.join()
             self._wake_thread()
-        self._wait_until(lambda: self._last_joined is not None or bool(self._failure))
-        if self._last_joined is None:
+        self._wait_until(lambda: self._last_joined >= 0 or bool(self._failure))
+        if self._last_joined < 0:
             raise HorovodInternalError(self._failure)
         return self._last_joined
 
