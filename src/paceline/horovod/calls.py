@@ -15,7 +15,8 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.horovod.context import current
 from paceline.horovod.engine import HorovodEngine
-from paceline.horovod.execution import AVERAGE, TensorEntry
+from paceline.horovod.entries import TensorEntry
+from paceline.horovod.execution import AVERAGE
 from paceline.horovod.process_sets import ProcessSet
 from paceline.kernels.combine import DTYPES
 from paceline.protocol.negotiation.requests import UNNAMED, TensorRequest

@@ -1,12 +1,7 @@
 """Negotiate with the other ranks, and run the agreed operations.
 
-A thread that waits for an operation runs the rounds of the negotiation itself, because this takes less time than waking
-another thread. If no thread waits, the background thread runs the rounds. It also takes part in the rounds that other
-ranks start.
-
-In the steady state, all ranks start each round at about the same time. So a waiting thread starts a round without
-waking the other ranks. If the round does not begin soon, the background thread wakes them, and the next rounds wake
-them at once.
+The module :mod:`~paceline.protocol.negotiation.schedule` decides which thread runs the rounds of the negotiation: a
+thread that waits for an operation, or the background thread.
 """
 
 from __future__ import annotations
@@ -17,8 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from operator import itemgetter
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -26,11 +20,12 @@ import numpy as np
 from paceline.collectives import Group
 from paceline.collectives.clocks import clock_offsets
 from paceline.errors import CollectiveError, first_line
+from paceline.horovod.entries import EntryTable, TensorEntry
 from paceline.horovod.errors import HorovodInternalError
-from paceline.horovod.execution import TensorEntry, TensorExecutor
+from paceline.horovod.execution import TensorExecutor
 from paceline.horovod.stalls import StallInspector, main_thread_line
 from paceline.horovod.traces import PhaseRecorder, RankTraces
-from paceline.horovod.wakeups import NO_ROUND, Wakeups
+from paceline.horovod.wakeups import Wakeups
 from paceline.protocol.negotiation.negotiator import Negotiator
 from paceline.protocol.negotiation.requests import (
     ADD_PROCESS_SET,
@@ -48,23 +43,12 @@ from paceline.protocol.negotiation.requests import (
     RunOperation,
     TensorRequest,
 )
+from paceline.protocol.negotiation.schedule import GRACE_S, RoundSchedule
 from paceline.transport import read_meta
 
 _log = logging.getLogger(__name__)
-_IDLE: Final = timedelta(days=1)
-_CHECK: Final = timedelta(seconds=1)
-"""A rank with pending requests starts a round after this time. In the round it detects ranks that have died."""
-_GRACE_S: Final = 0.001
-"""The background thread does not run a round for a new request before this time. More requests may follow, or a thread
-may wait for the request and run the round.
-"""
-_TICK_S: Final = 0.004
-"""After new requests, the background thread stays awake for this time, in case that more requests follow."""
-_LATE_S: Final = 0.002
-"""If a round does not begin within this time, the background thread wakes the other ranks."""
-_NUM_EARLY: Final = 10
-"""The number of rounds that wake the other ranks at once, after a round in which the ranks were late."""
-_MOST_ORDERS: Final = 16
+_CHECK_S: Final = 1.0
+"""Rank 0 writes the events of the timeline after this time."""
 _SHUT_DOWN: Final = (
     "Horovod has been shut down: a rank has called shutdown() or has ended, while other ranks still request "
     "collective operations; call shutdown() on all ranks after the last operation"
@@ -80,32 +64,14 @@ class HorovodEngine:
         self._executor = TensorExecutor(group)
         self._wakeups = Wakeups(group)
         self._stalls = stalls
+        self._schedule = RoundSchedule()
         self._rounds = threading.Lock()
         """Held by the thread that runs a round. A thread that needs `_lock` too must acquire this lock first."""
         self._lock = threading.Lock()
-        """Protects the negotiator, the entries and the state of the background thread."""
+        """Protects the negotiator, the schedule and the entries."""
         self._changed = threading.Condition(threading.Lock())
         """Notified after entries are done, a join or timeline starts or ends, and after each round."""
-        self._entries: dict[Key, TensorEntry] = {}
-        self._running: Sequence[TensorEntry | None] = ()
-        """The entries of the running operation, which are no longer in `_entries`."""
-        self._orders: dict[int, tuple[Sequence[Key], list[Key], Callable[..., Any]]] = {}
-        """For operations that took all entries: their keys, the keys of the entries, and a function that puts the
-        entries into the order of the operation. The key of this dictionary is the identity of the operation's keys.
-        """
-        self._round = 0
-        self._started_round = NO_ROUND
-        """The last round that another rank has started."""
-        self._requested_s = 0.0
-        """The time of the first request after the last vote."""
-        self._waiting_since_s = 0.0
-        """The time of the vote of a round for which no rank was woken; 0 if there is no such round."""
-        self._num_early = 0
-        """The number of next rounds that wake the other ranks at once."""
-        self._is_active = False
-        """Whether there were requests since the background thread looked for them."""
-        self._is_asleep = False
-        """Whether the background thread must be woken to see new requests."""
+        self._entries = EntryTable()
         self._running_set = GLOBAL_SET
         """The process set whose group runs an operation."""
         self._last_joined = -1
@@ -131,16 +97,14 @@ class HorovodEngine:
         with self._lock:
             if self._failure:
                 raise HorovodInternalError(self._failure)
-            if not self._negotiator.needs_round:
-                self._requested_s = time.monotonic()
+            self._schedule.request(None if self._negotiator.needs_round else time.monotonic())
             self._negotiator.request(requests)
-            self._entries.update(zip(requests, entries))  # noqa: B905  (takes less time)
+            self._entries.add(requests, entries)
             if self._recorder is not None:
                 requested_ns = time.monotonic_ns()
                 for entry in entries:
                     entry.requested_ns = requested_ns
-            self._is_active = True
-            if self._is_asleep:
+            if self._schedule.is_asleep:
                 self._wake_thread()
 
     def wait(self, entry: TensorEntry) -> None:
@@ -201,8 +165,8 @@ class HorovodEngine:
 
     def _wake_thread(self) -> None:
         """The caller must hold `_lock`."""
-        if self._is_asleep:
-            self._is_asleep = False
+        if self._schedule.is_asleep:
+            self._schedule.is_asleep = False
             with contextlib.suppress(CollectiveError):  # the thread gets the error too, and fails all entries
                 self._wakeups.wake_own_thread()
 
@@ -210,7 +174,7 @@ class HorovodEngine:
         """Wait until a condition is true. Run the necessary rounds, unless another thread runs them."""
         while not is_over():
             if self._can_run_round() and self._rounds.acquire(blocking=False):
-                self._run_round_and_release(wakes_first=False)
+                self._run_round_and_release()
             else:
                 with self._changed:
                     self._changed.wait_for(lambda: is_over() or self._can_run_round())
@@ -222,8 +186,8 @@ class HorovodEngine:
         try:
             while not self._failure:
                 self._wait_for_round()
-                if self._rounds.acquire(timeout=_GRACE_S):
-                    self._run_round_and_release(wakes_first=True)
+                if self._rounds.acquire(timeout=GRACE_S):
+                    self._run_round_and_release(is_background=True)
         except BaseException as error:
             self._abort(error)
             with self._rounds:
@@ -233,44 +197,27 @@ class HorovodEngine:
         """Wait until this rank should take part in a round."""
         while not self._failure:
             with self._lock:
-                time_s = time.monotonic()
-                is_started = self._started_round >= self._round
-                left_s = self._requested_s + _GRACE_S - time_s
-                late_s = self._waiting_since_s and time_s - self._waiting_since_s
-                wakes_others = late_s and (is_started or late_s >= _LATE_S)
-                if wakes_others:
-                    self._waiting_since_s = 0.0
-                round_number = self._round
-                has_pending = self._negotiator.has_pending or self._recorder is not None
-                is_asleep = False
-                if self._negotiator.needs_round and left_s > 0:
-                    timeout = timedelta(seconds=left_s)
-                elif self._is_active or late_s:
-                    timeout = timedelta(seconds=_TICK_S if self._is_active else _LATE_S)
-                else:
-                    is_asleep, timeout = True, _CHECK if has_pending else _IDLE
-                is_needed = is_started or (self._negotiator.needs_round and left_s <= 0)
-                self._is_active = False
-                self._is_asleep = is_asleep and not is_needed
-            if wakes_others:
-                self._wakeups.wake_other_ranks(round_number)
-            if is_needed:
+                action = self._schedule.next_action(
+                    time.monotonic(),
+                    needs_round=self._negotiator.needs_round,
+                    has_pending=self._negotiator.has_pending or self._recorder is not None,
+                )
+                number = self._schedule.number
+            if action.wakes_ranks:
+                self._wakeups.wake_other_ranks(number)
+            if action.runs_round:
                 return
-            began_s = time.monotonic()
-            number = self._wakeups.wait(timeout)
+            number = self._wakeups.wait(timedelta(seconds=action.timeout_s))
             with self._lock:
-                self._is_asleep = False
-                if is_asleep and time.monotonic() - began_s >= timeout.total_seconds():
+                if self._schedule.woken(number):
                     self._negotiator.uncache_pending()
-                    number = self._round
-                self._started_round = max(self._started_round, number)
 
-    def _run_round_and_release(self, *, wakes_first: bool) -> None:
+    def _run_round_and_release(self, *, is_background: bool = False) -> None:
         """Run a round if this rank needs it or if another rank has started it. The caller must hold `_rounds`."""
         try:
-            if self._failure or not (self._negotiator.needs_round or self._started_round >= self._round):
+            if self._failure or not (self._negotiator.needs_round or self._schedule.is_started):
                 return
-            self._run_round(wakes_first=wakes_first)
+            self._run_round(is_background=is_background)
             if self._negotiator.is_over:
                 self._set_recorder(NO_TIMELINE)
                 self._end(None)
@@ -303,29 +250,25 @@ class HorovodEngine:
             self._traces.close()
         with self._lock:
             self._failure = self._failure or failure
-            entries = [*self._entries.values(), *self._running]
-            self._entries.clear()
+            entries = self._entries.take_all()
             self._wake_thread()
         self._finish((), entries, self._failure)
 
-    def _run_round(self, *, wakes_first: bool) -> None:
-        """Run a round. With `wakes_first`, wake the other ranks first."""
+    def _run_round(self, *, is_background: bool) -> None:
         with self._lock:
-            vote, num_bits = self._negotiator.vote(), self._negotiator.num_bits
-            wakes_first = wakes_first or self._is_asleep or self._num_early > 0 or self._negotiator.has_idle_ranks
-            self._num_early = max(self._num_early - 1, 0)
-            self._waiting_since_s = 0.0 if wakes_first else time.monotonic()
-        if wakes_first:
-            self._wakeups.wake_other_ranks(self._round)
+            vote, num_bits, number = self._negotiator.vote(), self._negotiator.num_bits, self._schedule.number
+            has_idle_ranks = self._negotiator.has_idle_ranks
+            wakes_ranks = self._schedule.begin_round(
+                time.monotonic(), is_background=is_background, has_idle_ranks=has_idle_ranks
+            )
+        if wakes_ranks:
+            self._wakeups.wake_other_ranks(number)
         if self._recorder is not None:
             self._recorder.add_round()
         bits = np.frombuffer(bytearray(vote.to_bytes(num_bits + 7 >> 3, "little")), np.uint8)
         self._group.all_reduce(bits, "bitwise_and", out=bits)
         with self._lock:
-            self._round += 1
-            if not (wakes_first or self._waiting_since_s):
-                self._num_early = _NUM_EARLY
-            self._waiting_since_s = 0.0
+            self._schedule.end_vote()
             instructions = self._negotiator.agreed(int.from_bytes(bits.tobytes(), "little"))
         self._carry_out(instructions)
         if self._negotiator.needs_reports:
@@ -340,7 +283,7 @@ class HorovodEngine:
         if self._group.rank == 0:
             if self._stalls is not None:
                 self._inspect_stalls(self._stalls)
-            if self._recorder is not None and time.monotonic() - self._traced_s >= _CHECK.total_seconds():
+            if self._recorder is not None and time.monotonic() - self._traced_s >= _CHECK_S:
                 self._request_reports()
             self._lines.clear()
 
@@ -411,7 +354,8 @@ class HorovodEngine:
             match instruction:
                 case RunOperation(requests, keys):
                     _log.debug("%s of %s", requests[0].operation, keys)
-                    entries = self._take_entries(keys)
+                    with self._lock:
+                        entries = self._entries.take(keys)
                     if requests[0].operation in CHANGE_SETS:
                         self._change_groups(requests[0])
                     else:
@@ -422,33 +366,18 @@ class HorovodEngine:
                             self._recorder.add(entries, agreed_ns, phases)
                     self._finish(keys, entries)
                 case FailRequest(key, error):
-                    self._finish([key], self._take_entries([key]), error)
+                    with self._lock:
+                        entries = self._entries.take([key])
+                    self._finish([key], entries, error)
                 case EndJoin(last):
                     with self._changed:
                         self._last_joined = last
                         self._changed.notify_all()
 
-    def _take_entries(self, keys: Sequence[Key]) -> Sequence[TensorEntry | None]:
-        """Remove and return the entries of an operation. Equal operations follow each other, so their order is kept."""
-        with self._lock:
-            present = list(self._entries)
-            known, order_of, sort = self._orders.get(id(keys), ((), [], tuple))
-            if known is keys and order_of == present:
-                self._running = sort(list(self._entries.values()))
-                self._entries.clear()
-                return self._running
-            self._running = [self._entries.pop(key, None) for key in keys]
-            if not self._entries and len(present) == len(keys) > 1:
-                if len(self._orders) >= _MOST_ORDERS:
-                    self._orders.clear()
-                places = {key: place for place, key in enumerate(present)}
-                self._orders[id(keys)] = keys, present, itemgetter(*map(places.__getitem__, keys))
-            return self._running
-
     def _finish(self, keys: Iterable[Key], entries: Iterable[TensorEntry | None], error: str = "") -> None:
         """Mark this rank's entries as done, and free their names."""
         with self._lock:
-            self._running = ()
+            self._entries.operation_ended()
             self._negotiator.finished(keys)
         with self._changed:
             for entry in entries:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives import Group
+from paceline.horovod.entries import TensorEntry
 from paceline.protocol.negotiation.requests import (
     ADASUM,
     ALLGATHER,
@@ -25,54 +26,6 @@ from paceline.protocol.negotiation.requests import (
 AVERAGE: Final = "average"
 _ADASUM_TAG: Final = 1
 _MOST_FUSED: Final = 16
-
-
-class TensorEntry:
-    """A request of this rank with its tensors and its result."""
-
-    __slots__ = (
-        "error", "is_done", "output", "received_splits", "request", "requested_ns", "splits", "stream", "tensor",
-    )  # fmt: skip
-
-    def __init__(self, request: TensorRequest, tensor: Tensor | None = None, output: Tensor | None = None) -> None:
-        """`output` receives the result. Without it, the operation creates a tensor, whose size depends on all ranks."""
-        self.request, self.tensor, self.output = request, tensor, output
-        self.splits: Sequence[int] = ()
-        self.received_splits: Sequence[int] = ()
-        self.is_done = False
-        self.error = ""
-        self.requested_ns = 0
-        """The time of the request, if a timeline is recorded."""
-        self.stream: Any = None
-        if tensor is not None and tensor.is_cuda:
-            self.stream = torch.cuda.current_stream(tensor.device)
-
-    def source(self) -> Tensor:
-        """Return the tensor, in the host's memory."""
-        assert self.tensor is not None
-        if self.stream is None:
-            return self.tensor
-        with torch.cuda.stream(self.stream):  # runs after the kernels that compute the tensor
-            return self.tensor.cpu()
-
-    def finish(self, result: Tensor) -> None:
-        """Store the result of the operation, which is in the host's memory."""
-        if self.stream is not None:
-            if self.output is None:
-                self.output = result.to(self.stream.device)
-                self.output.record_stream(self.stream)
-            else:
-                self._copy(result)
-            torch.cuda.current_stream(self.stream.device).synchronize()
-        elif self.output is None:
-            self.output = result
-        elif self.output.data_ptr() != result.data_ptr():
-            self._copy(result)
-
-    def _copy(self, result: Tensor) -> None:
-        assert self.output is not None
-        with torch.inference_mode():  # the output may be from the inference mode of the caller
-            self.output.copy_(result)
 
 
 class TensorExecutor:

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from paceline.horovod.execution import TensorEntry
+from paceline.horovod.entries import TensorEntry
 from paceline.observe.timeline import TimelineEvent, TimelineWriter
 from paceline.transport import reader
 

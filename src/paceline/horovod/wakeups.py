@@ -14,9 +14,8 @@ import numpy as np
 
 from paceline.collectives import CollectiveTicket, Group
 from paceline.errors import DeadlineError
+from paceline.protocol.negotiation.schedule import NO_ROUND
 
-NO_ROUND: Final = -1
-"""In place of the number of a round: the thread was woken by its own rank, or by no rank."""
 _TAG: Final = 0
 
 

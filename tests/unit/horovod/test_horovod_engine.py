@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from paceline import collectives  # noqa: E402
 from paceline.horovod import HorovodInternalError  # noqa: E402
 from paceline.horovod.engine import HorovodEngine  # noqa: E402
-from paceline.horovod.execution import TensorEntry  # noqa: E402
+from paceline.horovod.entries import TensorEntry  # noqa: E402
 from paceline.horovod.wakeups import Wakeups  # noqa: E402
 from paceline.protocol.negotiation.negotiator import Negotiator  # noqa: E402
 from paceline.protocol.negotiation.requests import BARRIER, TensorRequest  # noqa: E402
