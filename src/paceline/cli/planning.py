@@ -8,7 +8,7 @@ from functools import partial
 import typer
 
 from paceline.launch.run.options import RunOptions
-from paceline.planning.options import CompareOptions, ExplainOptions
+from paceline.planning.options import CompareOptions, ExplainOptions, SimulateOptions
 
 from .parameters import expand_flags
 
@@ -61,6 +61,26 @@ def compare(options: CompareOptions) -> None:
                 progress.aside(partial(typer.echo, line))
     if not options.json:
         comparing.show_comparisons(Console(highlight=False), comparisons)
+
+
+@expand_flags
+def simulate(options: SimulateOptions) -> None:
+    """Predict how a known model scales over many nodes under each strategy.
+
+    The efficiency is the speed of all ranks together, divided by the speed of equally many independent ranks.
+
+    Example: paceline simulate --model vgg16 --nodes 2..512 --nproc-per-node 4 --link 25Gbit
+    """
+    from rich.console import Console
+
+    from paceline.planning import simulating
+
+    found = simulating.simulate(options)
+    if options.json:
+        for line in simulating.simulation_as_json(found, options):
+            typer.echo(json_module.dumps(line))
+    else:
+        simulating.show_simulation(Console(highlight=False), found, options)
 
 
 def choose(options: RunOptions) -> RunOptions:

@@ -7,12 +7,15 @@ prediction equals the measurement.
 from __future__ import annotations
 
 import platform
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from paceline.bench.collectives import BenchPlan, bench_collectives
 from paceline.environment import num_cores
@@ -94,7 +97,19 @@ def _measure_messages(ranks: int, show: Callable[[str], None]) -> Machine:
         ranks_per_node=ranks,
         all_reduce=curve,
         socket_s_per_byte=seconds / (2 * num_bytes),
+        memory_s_per_byte=_time_memory(),
     )
+
+
+def _time_memory() -> float:
+    """Return the seconds per byte of an addition of large arrays, which reads two arrays and writes one."""
+    array, addend = np.ones(1 << 22, np.float32), np.ones(1 << 22, np.float32)
+    times = []
+    for _ in range(9):
+        began = time.perf_counter()
+        np.add(array, addend, out=array)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) / (3 * array.nbytes)
 
 
 def _all_reduce_times(plan: BenchPlan) -> list[tuple[int, float]]:

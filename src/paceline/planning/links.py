@@ -104,6 +104,8 @@ class Machine:
     """All-reduce between the ranks of one node, through shared memory."""
     socket_s_per_byte: float
     """Processor time of a rank for each byte that it sends and receives over the network."""
+    memory_s_per_byte: float = 0.0
+    """Processor time for each byte that an operation on large arrays reads or writes."""
     costs: dict[str, StrategyCost] = field(default_factory=dict)
     """By the name of the strategy, with ``:eventual`` for asynchronous servers."""
 

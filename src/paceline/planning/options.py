@@ -43,3 +43,22 @@ class CompareOptions(ScriptOptions):
         default="all-reduce,parameter-server,parameter-server:bounded:4,sharded",
     )
     steps: int = option("Number of measured steps under each strategy.", min=3, max=1_000_000, default=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """The options of ``paceline simulate``, unchecked."""
+
+    model: str = option(
+        "Known model: resnet50, resnet101, vgg16, bert-large, criteo-lr or dlrm; or the file of a profile.",
+        default="resnet50",
+    )
+    nodes: str = option("Numbers of nodes, such as 8, 2,8,32 or 2..512 (powers of two).", default="2..128")
+    nproc_per_node: int = option("Processes (ranks) on each node.", min=1, max=1024, default=1)
+    link: str = option("Speed of each node's network link in each direction.", default="10Gbit")
+    latency: str = option("Time until an empty message arrives at another node.", default="20us")
+    servers: int | None = option("Separate parameter servers; default one per node.", min=1)
+    variation: float = option(
+        "Coefficient of variation of the ranks' step times: 0.1 for a deviation of 10%.", min=0.0, max=10.0, default=0.0
+    )
+    json: bool = option("Print JSON.", default=False)

@@ -175,8 +175,12 @@ class ServerPlay(RankPlay):
         *,
         servers: int,
         is_separate: bool,
+        is_synchronous: bool,
     ) -> None:
-        """`servers` is the number of servers: on machines of their own, or on the nodes of the ranks."""
+        """`servers` is the number of servers: on machines of their own, or on the nodes of the ranks.
+
+        With `is_synchronous`, servers update once per step, otherwise once per rank and step.
+        """
         super().__init__(profile, shape, machine, cost)
         self.servers, self.is_separate = servers, is_separate
         ranks, cores = shape.ranks_per_node, machine.num_cores
@@ -184,6 +188,10 @@ class ServerPlay(RankPlay):
         busy_s = cost.byte_s * min(cores, ranks + 1) / ranks / 4
         self._client_byte_s = busy_s
         self._server_byte_s = busy_s * shape.num_ranks / servers
+        # The optimizer's state is read and written. The measured costs contain the update of SGD, which has no state.
+        updates = 1 if is_synchronous else shape.num_ranks
+        state = profile.optimizer_bytes / max(profile.parameter_bytes, 1)
+        self._update_byte_s = 2 * state * machine.memory_s_per_byte * updates / servers
         # The cost of a step contains four messages between each rank of one node and one server.
         self._client_more_s = cost.step_s / _MESSAGES * (servers - 1)
         self._server_more_s = cost.step_s / _MESSAGES * (shape.num_ranks - ranks)
@@ -194,17 +202,17 @@ class ServerPlay(RankPlay):
         """Add a push: the client's work, the transfer, the server's update. `former` is the message before it."""
         sent = self._client(num_bytes, former.by_client, *after)
         moved = self._transfer(num_bytes, False, sent, former.moved)
-        return ServerMessage(sent, moved, self._serve(num_bytes, moved, former.by_server))
+        seconds = (self._server_byte_s + self._update_byte_s) * num_bytes
+        return ServerMessage(sent, moved, self._serve(seconds, moved, former.by_server))
 
     def pull(self, num_bytes: float, former: ServerMessage, *after: int) -> ServerMessage:
         """Add a pull: the server's work, the transfer, the client's work."""
-        served = self._serve(num_bytes, former.by_server, *after)
+        served = self._serve(self._server_byte_s * num_bytes, former.by_server, *after)
         moved = self._transfer(num_bytes, True, served, former.moved)
         return ServerMessage(self._client(num_bytes, moved, former.by_client), moved, served)
 
-    def _serve(self, num_bytes: float, *after: int) -> int:
-        seconds = self._server_byte_s * num_bytes + self._server_more_s
-        return self.list.add("server CPU", seconds, self._serving, *after)
+    def _serve(self, seconds: float, *after: int) -> int:
+        return self.list.add("server CPU", seconds + self._server_more_s, self._serving, *after)
 
     def _client(self, num_bytes: float, *after: int) -> int:
         seconds = self._client_byte_s * num_bytes + self._client_more_s
@@ -241,7 +249,9 @@ def play_servers(
 ) -> PlayedStep:
     """Play steps under ``parameter-server``: pushes during the backward, pulls during the next forward."""
     cost = machine.cost("parameter-server" if is_synchronous else "parameter-server:eventual")
-    rank = ServerPlay(profile, shape, machine, cost, servers=servers, is_separate=is_separate)
+    rank = ServerPlay(
+        profile, shape, machine, cost, servers=servers, is_separate=is_separate, is_synchronous=is_synchronous
+    )
     layers = profile.layers
     buckets = _parts(buckets_of(layers, _SERVER_BUCKET_BYTES, _SERVER_BUCKET_BYTES))
     pulled, last, rows, ends = dict[int, int](), -1, -1, list[int]()
@@ -296,7 +306,9 @@ def play_hybrid(
     """Play steps under ``hybrid``: all-reduce for dense parameters, servers for rows."""
     cost, of_servers = machine.cost("all-reduce"), machine.cost("parameter-server:eventual")
     cost = StrategyCost(step_s=cost.step_s, parameter_s=cost.parameter_s, byte_s=of_servers.byte_s)
-    rank = ServerPlay(profile, shape, machine, cost, servers=servers, is_separate=is_separate)
+    rank = ServerPlay(
+        profile, shape, machine, cost, servers=servers, is_separate=is_separate, is_synchronous=is_synchronous
+    )
     last, rows, ends = -1, -1, list[int]()
     for _ in range(_ITERATIONS):
         last = rank.join(last, rows)

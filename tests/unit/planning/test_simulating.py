@@ -1,0 +1,103 @@
+"""``paceline simulate``: known models on many nodes, and the claims of ``docs/explanation/claims.md``."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.planning.known_models import KNOWN_MODELS, find_model, varied
+from paceline.planning.options import SimulateOptions
+from paceline.planning.simulating import efficiency, parse_nodes, simulate, simulation_as_json
+from paceline.strategies.profile import write_record
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("8", [8]), ("2,8,3", [2, 8, 3]), ("2..16", [2, 4, 8, 16]), ("3..20", [3, 6, 12, 20]), ("2..2", [2])],
+)
+def test_numbers_of_nodes(text: str, numbers: list[int]) -> None:
+    assert parse_nodes(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "1", "0..8", "8..2", "2,,3", "-2", "2..", "100001", "two"])
+def test_wrong_numbers_of_nodes(text: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"--nodes .*: expected numbers from 2 to 100,000, such as 8, 2,8,32 or 2..512"
+    ):
+        parse_nodes(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("resnet50", 25.6), ("resnet101", 44.5), ("vgg16", 138.4), ("bert-large", 335)]
+)
+def test_known_models_have_their_parameters(name: str, millions: float) -> None:
+    assert KNOWN_MODELS[name].parameter_bytes / 4e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_profiles_from_files(tmp_path: Path) -> None:
+    write_record(tmp_path / "profile.json", KNOWN_MODELS["dlrm"])
+    assert find_model(str(tmp_path / "profile.json")) == KNOWN_MODELS["dlrm"]
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UsageError, match="was not written by this version of Paceline"):
+        find_model(str(tmp_path / "other.json"))
+    with pytest.raises(UsageError, match="--model lenet: expected resnet50, resnet101, vgg16"):
+        find_model("lenet")
+
+
+def test_variation() -> None:
+    draws = varied(2.0, 0.1)
+    assert statistics.fmean(draws) == pytest.approx(2.0)
+    assert statistics.stdev(draws) == pytest.approx(0.2, rel=0.15)
+    assert varied(2.0, 0.0) == (2.0,)
+
+
+def step_of(options: SimulateOptions, nodes: int, label: str, *, is_separate: bool = False) -> float:
+    found = simulate(replace(options, nodes=str(nodes)))[nodes]
+    return next(
+        line.step_s for line in found if line.contender.label == label and line.contender.is_separate == is_separate
+    )
+
+
+def test_the_ring_is_flat_and_one_server_is_linear_in_the_nodes() -> None:
+    options = SimulateOptions(model="vgg16", link="10Gbit", latency="1us", servers=1)
+    assert step_of(options, 128, "all-reduce") < 1.2 * step_of(options, 8, "all-reduce")
+    ratio = step_of(options, 128, "parameter-server:sequential", is_separate=True) / step_of(
+        options, 8, "parameter-server:sequential", is_separate=True
+    )
+    assert ratio == pytest.approx(128 / 8, rel=0.1)
+
+
+def test_bounded_delay_lies_between_synchronous_and_asynchronous() -> None:
+    options = SimulateOptions(model="resnet50", link="100Gbit", variation=0.3)
+    steps = [
+        step_of(options, 64, f"parameter-server:{name}", is_separate=True)
+        for name in ("sequential", "bounded:4", "eventual")
+    ]
+    assert steps[0] > 1.2 * steps[1]
+    assert steps[1] > 1.02 * steps[2]
+
+
+def test_sparse_models_scale_with_servers_only() -> None:
+    options = SimulateOptions(model="dlrm", link="25Gbit")
+    assert step_of(options, 64, "hybrid:bounded:4") < step_of(options, 64, "all-reduce") / 3
+
+
+def test_scaling_of_horovods_benchmarks() -> None:
+    """Horovod reports 90% for ResNet-101 and 68% for VGG-16 on 128 nodes with 4 GPUs each, with 25 Gbit/s."""
+    found = {}
+    for model in ("resnet101", "vgg16"):
+        options = SimulateOptions(model=model, nodes="128", nproc_per_node=4, link="25Gbit")
+        lines = simulation_as_json(simulate(options), options)
+        found[model] = next(line["efficiency"] for line in lines if line["strategy"] == "all-reduce")
+    assert 0.9 < found["resnet101"] <= 1.0
+    assert 0.65 < found["vgg16"] < 0.85
+
+
+def test_independent_ranks_have_an_efficiency_of_one() -> None:
+    options = SimulateOptions(model="resnet50", nodes="2", link="10000Gbit", latency="0s")
+    for prediction in simulate(options)[2]:
+        assert efficiency(prediction, 2, options) == pytest.approx(1.0, rel=0.01)
