@@ -89,9 +89,8 @@ def simulation_as_json(found: _PREDICTIONS, options: SimulateOptions) -> list[di
 
 def show_simulation(console: Console, found: _PREDICTIONS, options: SimulateOptions) -> None:
     """Print the efficiency of each strategy by number of nodes."""
-    table = Table(box=None, pad_edge=False, title_justify="left")
-    table.title = f"efficiency of {options.model}, {options.link}, {options.nproc_per_node} ranks per node"
-    table.add_column("nodes")
+    table = Table(box=None, pad_edge=False)
+        table.add_column("nodes")
     table.add_column("servers")
     for nodes in found:
         table.add_column(f"{nodes:,}", justify="right")
@@ -100,6 +99,7 @@ def show_simulation(console: Console, found: _PREDICTIONS, options: SimulateOpti
         contender = column[0].contender
         place = "" if not contender.servers else "separate" if contender.is_separate else "on nodes"
         table.add_row(contender.label, place, *(f"{share:.0%}" for share in shares))
+    console.print(f"efficiency of {options.model}, {options.link}, ranks per node: {options.nproc_per_node}\n")
     console.print(table)
     console.print(_describe_best(found))
 

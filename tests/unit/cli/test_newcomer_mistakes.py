@@ -61,6 +61,8 @@ COMMANDS = [
     ("explain --nproc-per-node 5000 script.py", 2, ["--nproc-per-node 5000", "this machine, which has"]),
     ("compare --strategies ring script.py", 2, ["--strategies ring: expected one of one-device"]),
     ("compare --strategies all-reduce:eventual script.py", 2, ["all-reduce has no servers", "Leave :eventual out"]),
+    ("simulate --model lenet", 2, ["--model lenet", "resnet50, resnet101, vgg16"]),
+    ("simulate --nodes 1", 2, ["--nodes 1", "such as 8, 2,8,32 or 2..512"]),
     ("run --strategy auto --nnodes 2 script.py", 2, ["--strategy auto", "Leave --nnodes 2 out", "paceline explain"]),
     ("coordinator --max-ranks 2", 2, ["--min-ranks is missing", "--min-ranks 1"]),
     ("coordinator --min-ranks 0", 2, ["--min-ranks 0", "expected 1 or more"]),
