@@ -90,7 +90,7 @@ def simulation_as_json(found: _PREDICTIONS, options: SimulateOptions) -> list[di
 def show_simulation(console: Console, found: _PREDICTIONS, options: SimulateOptions) -> None:
     """Print the efficiency of each strategy by number of nodes."""
     table = Table(box=None, pad_edge=False)
-        table.add_column("nodes")
+    table.add_column("nodes")
     table.add_column("servers")
     for nodes in found:
         table.add_column(f"{nodes:,}", justify="right")
