@@ -26,6 +26,10 @@ def register() -> None:
     """Register the backend for all devices; CPU and CUDA are supported."""
     import torch.distributed as dist
 
+    if os.environ.get("PACELINE_JOB_DIR"):
+        from paceline.observe.stuck.processes import watch_rank
+
+        watch_rank()
     if os.environ.get("PACELINE_STRATEGY") and os.environ.get("WORLD_SIZE", "1") != "1":
         sys.meta_path.insert(0, _AccelerateFinder())
     if dist.is_available() and BACKEND.upper() not in dist.Backend._plugins:

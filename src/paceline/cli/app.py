@@ -9,7 +9,7 @@ import typer
 from paceline.launch.run.options import AUTO, RunOptions
 from paceline.version import __version__
 
-from . import bench, data, horovodrun, manifests, model, planning, roles, train
+from . import bench, data, horovodrun, manifests, model, planning, roles, stacks, train
 from .parameters import PanelCommand, expand_flags
 
 _RUN_CONTEXT = {
@@ -72,6 +72,7 @@ app.command("server")(roles.server)
 app.command("worker")(roles.worker)
 app.command("coordinator", no_args_is_help=True)(roles.coordinator)
 app.command("manifests", no_args_is_help=True, context_settings={"allow_interspersed_args": False})(manifests.manifests)
+app.command("stacks")(stacks.stacks)
 app.command("doctor")(bench.doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")

@@ -96,6 +96,7 @@ def scheduler(
     with observe.open("paceline scheduler") as collector, contextlib.ExitStack() as stack:
 
         def report_ready(endpoint: Endpoint) -> None:
+            _watch("scheduler", str(endpoint.tcp))
             typer.echo(f"paceline scheduler: listening on {endpoint}")
             if collector is not None:
                 from paceline.launch import prepare_kernels
@@ -147,13 +148,18 @@ def server(
     if limit is not None and limit.warning is not None:
         typer.echo(f"paceline server: {limit.warning}", err=True)
     joining = _prepare_to_join("server", scheduler, token_file, tls.load(), wait)
+
+    def on_ready(own: int, endpoint: Endpoint) -> None:
+        _watch(f"server {own}", joining.scheduler)
+        typer.echo(f"paceline server {own}: listening on {endpoint}")
+
     run_server(
         joining,
         address=_address(host, port),
         rank=rank,
         extra=join,
         memory_limit=limit,
-        on_ready=lambda own, endpoint: typer.echo(f"paceline server {own}: listening on {endpoint}"),
+        on_ready=on_ready,
         on_leaving=lambda: typer.echo(
             "paceline server: moving rows to other servers before the end; Ctrl-C or SIGTERM again ends it immediately"
         ),
@@ -180,11 +186,16 @@ def worker(
 
     filter_modules.load()
     joining = _prepare_to_join("worker", scheduler, token_file, tls.load(), wait)
+
+    def on_ready(own: int) -> None:
+        _watch(f"worker {own}", joining.scheduler)
+        typer.echo(f"paceline worker {own}: joined the cluster at {joining.scheduler}")
+
     run_worker(
         joining.transport(),
         joining.scheduler,
         rank=rank,
-        on_ready=lambda own: typer.echo(f"paceline worker {own}: joined the cluster at {joining.scheduler}"),
+        on_ready=on_ready,
     )
 
 
@@ -230,6 +241,16 @@ def coordinator(
         on_ready=lambda place: typer.echo(f"paceline coordinator: ready for PACELINE_COORDINATOR={place.netloc}"),
         on_note=lambda text: typer.echo(f"paceline coordinator: {text}", err=True),
     )
+
+
+def _watch(name: str, scheduler: str) -> None:
+    """Let ``paceline stacks`` find this process."""
+    from paceline.observe.stuck.jobs import start_job
+    from paceline.observe.stuck.processes import watch
+
+    job = start_job(scheduler)
+    if job is not None:
+        watch(name, job.folder)
 
 
 def _note(text: str) -> None:

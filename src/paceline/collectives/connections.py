@@ -58,6 +58,11 @@ class Connections:
             raise
         self._world.node.set_status(self._identity, self._status)
 
+    def names_in_program(self) -> tuple[str, tuple[int, ...], str]:
+        """Return the group's name, its ranks in the world, and the world's name."""
+        name, world = self.layout.name, self._world.name
+        return name if name.startswith(world) else self._identity, self.layout.ranks, world
+
     @property
     def _identity(self) -> str:
         return f"{self._world.name}/{self.layout.name}"

@@ -224,9 +224,8 @@ class Group(Closing):
         """See :meth:`send`."""
         self._check_alive()
         memory = ArrayMemory(array)
-        description = f"{memory.dtype}[{memory.count}]"
-        pending = self._connections.point_to_point().send(memory.view(), to, tag, description)
-        return MessageTicket(pending, self.timeout, memory)
+        pending = self._connections.point_to_point().send(memory.view(), to, tag, f"{memory.dtype}[{memory.count}]")
+        return MessageTicket(self._operations.record_message(pending, "send", memory, to), self.timeout, memory)
 
     def recv(self, out: Any, source: int | None = None, *, tag: int = 0) -> int:
         """Receive a message with this tag from `source` (or any rank) into `out`, and return the sender's rank."""
@@ -238,7 +237,7 @@ class Group(Closing):
         memory = ArrayMemory(out, target=True)
         description = f"{memory.dtype}[{memory.count}]"
         pending = self._connections.point_to_point().receive(memory.view(), source, tag, description)
-        return MessageTicket(pending, self.timeout, memory)
+        return MessageTicket(self._operations.record_message(pending, "recv", memory, source), self.timeout, memory)
 
     def subgroup(self, ranks: Iterable[int], *, timeout: Timeout | None = None) -> Group | None:
         """Return a new group of some ranks of this group. The first rank in `ranks` is rank 0 of the new group.
@@ -360,6 +359,7 @@ class Group(Closing):
                 self._connections.at = (self._sequence, None)
                 return result
             except BaseException as error:
+                self._operations.finished(has_failed=True)
                 self._unreported = None
                 if self._failure == _ABORTED and isinstance(error, CollectiveError):
                     raise GroupClosedError(f"group {self.name!r} ended this call: {_ABORTED}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -12,10 +12,13 @@ from paceline.collectives.arrays import ArrayMemory, as_array, empty_like
 from paceline.collectives.calls import CollectiveCall, shorten
 from paceline.collectives.connections import Connections
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
+from paceline.collectives.p2p.pending import Pending
 from paceline.collectives.tuner import SHARED, Tuner
 from paceline.errors import MismatchError, UsageError
 from paceline.kernels import combine
 from paceline.observe import recording
+from paceline.observe.stuck.processes import flight_recorder
+from paceline.observe.stuck.recorder import COLLECTIVE, MESSAGE, RecordedOperation
 
 Work: TypeAlias = Callable[[int], Any]
 
@@ -33,15 +36,30 @@ _FLOATS: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
 _MAX_KNOWN_CALLS: Final = 10_000
 
 
+class KnownCall(NamedTuple):
+    """A call that a rank has made before, or makes now."""
+
+    call: CollectiveCall
+    signature: int
+    recorded: bytes
+    """The call in the format of the flight recorder."""
+
+
 class Operations:
     """The collective operations of one rank in a group."""
 
     def __init__(self, connections: Connections, tuner: Tuner, timeout_s: float) -> None:
+        self._recorder = flight_recorder()
+        self._recorded_group = self._recorder.add_group(*connections.names_in_program())
+        self._messages: dict[tuple[str, str, int, int], bytes] = {}
+        self._num_messages = 0
+        self._event = 0
+        """The number of the current call in the flight recorder."""
         self.rank, self.size = connections.layout.rank, connections.layout.size
         self._connections = connections
         self._tuner = tuner
         self._timeout_s = timeout_s
-        self._calls: dict[tuple[Any, ...], tuple[CollectiveCall, int]] = {}
+        self._calls: dict[tuple[Any, ...], KnownCall] = {}
         self._reductions: dict[tuple[str, str], Reduction] = {}
         self._running: tuple[str, str, int, float] | None = None
 
@@ -245,6 +263,20 @@ class Operations:
 
         return work
 
+    def record_message(self, pending: Pending, name: str, memory: ArrayMemory, rank: int | None) -> Pending:
+        """Record a send or receive in the flight recorder, and return it. `rank` is the other rank, or None for any."""
+        peer = -1 if rank is None else rank
+        key = (name, memory.dtype, memory.count, peer)
+        recorded = self._messages.get(key)
+        if recorded is None:
+            if len(self._messages) >= _MAX_KNOWN_CALLS:
+                self._messages.clear()
+            operation = RecordedOperation(MESSAGE, name, self._recorded_group, memory.dtype, (memory.count,), "", peer)
+            recorded = self._messages[key] = operation.encode()
+        self._num_messages += 1
+        pending.record(self._recorder.begin(recorded, self._num_messages))
+        return pending
+
     def _expected(self, receives: Sequence[int] | None, own: int) -> list[int] | None:
         if receives is None:
             return None
@@ -256,7 +288,7 @@ class Operations:
         return rows
 
     def _exchange_sizes(
-        self, call: tuple[CollectiveCall, int], sends: list[int], receives: list[int] | None, sequence: int
+        self, call: KnownCall, sends: list[int], receives: list[int] | None, sequence: int
     ) -> list[int]:
         """Exchange the numbers of rows between all ranks, and return the number of rows that each rank sends here.
 
@@ -276,14 +308,17 @@ class Operations:
 
     def _call(
         self, operation: str, dtype: str = "", shape: tuple[int, ...] = (), op: str = "", root: int = -1
-    ) -> tuple[CollectiveCall, int]:
+    ) -> KnownCall:
         key = (operation, dtype, shape, op, root)
         entry = self._calls.get(key)
         if entry is None:
             if len(self._calls) >= _MAX_KNOWN_CALLS:
                 self._calls.clear()
             call = shorten(CollectiveCall(operation, dtype, shape, op, root))
-            entry = self._calls[key] = (call, call.signature)
+            recorded = RecordedOperation(
+                COLLECTIVE, operation, self._recorded_group, dtype, call.shape, op, root
+            ).encode()
+            entry = self._calls[key] = KnownCall(call, call.signature, recorded)
         return entry
 
     def _reduction(self, memory: ArrayMemory, op: str) -> Reduction:
@@ -343,20 +378,25 @@ class Operations:
             )
         return rows, (sum(rows), *own[1:]), (*own[1:], *rows)
 
-    def _begin(
-        self, operation: str, num_bytes: int, call: tuple[CollectiveCall, int], sequence: int
-    ) -> tuple[Engine, Order]:
+    def _begin(self, operation: str, num_bytes: int, call: KnownCall, sequence: int) -> tuple[Engine, Order]:
         """Return the engine and the description of a call. The tuner chooses the engine and the algorithm.
 
         `num_bytes` must be equal on all ranks, so that all ranks get the same choice.
         """
-        self._connections.at = (sequence, call[0])
-        order = Order(call[0], call[1], sequence, self._timeout_s)
+        if not self._event:
+            self._event = self._recorder.begin_collective(call.recorded, sequence)
+        self._connections.at = (sequence, call.call)
+        order = Order(call.call, call.signature, sequence, self._timeout_s)
         engine, algorithm = self._tuner.choose(operation, num_bytes, order)
         self._running = (operation, algorithm, num_bytes, time.perf_counter())
         return engine, order._replace(algorithm=algorithm) if algorithm != SHARED else order
 
-    def finished(self) -> None:
+    def finished(self, *, has_failed: bool = False) -> None:
+        if self._event:
+            self._recorder.end(self._event, has_failed=has_failed)
+            self._event = 0
+        if has_failed:
+            self._running = None
         if self._running is not None:
             operation, algorithm, num_bytes, start = self._running
             seconds = time.perf_counter() - start

@@ -16,6 +16,7 @@ from typing import Any
 from paceline.environment import environment
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.filters.modules import import_filter_modules
+from paceline.observe.stuck.processes import watch
 from paceline.ps import messages
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Endpoint, Hello
@@ -41,6 +42,10 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     token = environment().token
     assert token is not None
+    rank, folder = options.get("rank"), environment().job_dir
+    name = options["role"] if rank is None else f"{options['role']} {rank}"
+    if folder is not None:
+        watch(name, folder)
     tls = TLS(**options["tls"]) if options.get("tls") else None
     try:
         if options["role"] == "scheduler":
@@ -50,8 +55,6 @@ def main() -> int:
     except ConnectionLostError:
         return 1  # the parent reports the lost process once for all its children
     except PacelineError as error:
-        rank = options.get("rank")
-        name = options["role"] if rank is None else f"{options['role']} {rank}"
         print(f"paceline {name}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

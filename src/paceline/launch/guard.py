@@ -1,9 +1,10 @@
 """Wait until the parent is killed, then end the foreign programs that the parent started, and their children.
 
-Run this module as a file, ``python -I -S guard.py``. It imports only the standard library and starts in 15 ms. The
-parent writes lines to the guard's standard input: ``+GROUP`` and ``-GROUP`` when a process group has started or ended,
-and ``end`` when the parent ends regularly. If the input ends without ``end``, the parent was killed. Unlike Linux's
-PR_SET_PDEATHSIG, the guard works on every system, and ends the children of foreign programs too.
+Run this module as a file, ``python -I -S guard.py [FOLDER]``. It imports only the standard library and starts in 15 ms.
+The parent writes lines to the guard's standard input: ``+GROUP`` and ``-GROUP`` when a process group has started or
+ended, and ``end`` when the parent ends regularly. If the input ends without ``end``, the parent was killed. Then the
+guard also removes the folder of temporary files. Unlike Linux's PR_SET_PDEATHSIG, the guard works on every system, and
+ends the children of foreign programs too.
 """
 
 import os
@@ -31,6 +32,10 @@ def main() -> None:
         groups = {group for group in groups if _send(group, 0)}
     for group in groups:
         _send(group, signal.SIGKILL)
+    if sys.argv[1:]:
+        import shutil
+
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 def _send(group: int, number: int) -> bool:

@@ -22,6 +22,8 @@ from paceline.closing import Closing
 from paceline.environment import environment, naming
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.filters.modules import import_filter_modules
+from paceline.observe.stuck.jobs import LaunchedJob, current_job, start_job
+from paceline.observe.stuck.processes import unwatch, watch
 from paceline.protocol import Accept, Consistency, Eventual, Role, StalePolicy, parse_consistency
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.tables.memory.limit import MemoryLimit as MemoryLimit
@@ -73,6 +75,7 @@ class LocalCluster(Closing):
         self._nodes: dict[str, tuple[str, ChildProcess]] = {}  # node name → local name and process of a server
         self._counting = threading.Lock()
         self._fork_server: ForkServer | None = None
+        self._job: LaunchedJob | None = None
 
     def __repr__(self) -> str:
         counts = {role: len(self._supervisor.living(role)) for role in ("server", "worker")}
@@ -103,6 +106,7 @@ class LocalCluster(Closing):
         token = check_or_make_token(token)
         cluster = cls(consistency=parse_consistency(settings.consistency), token=token, tls=tls)
         cluster._filter_modules = list(filter_modules)
+        cluster._job = current_job() or cluster._start_job()
         try:
             cluster._fork_server = fork_server or cluster._closing.enter_context(ForkServer.start())
             prepare_kernels(on_compile)
@@ -116,6 +120,15 @@ class LocalCluster(Closing):
             cluster.close()
             raise
         return cluster
+
+    def _start_job(self) -> LaunchedJob | None:
+        """Start a job whose processes are this process and the processes of the cluster."""
+        job = start_job(cluster=self.scratch)
+        if job is not None:
+            self._closing.enter_context(job)
+            watch("driver", job.folder)
+            self._closing.callback(unwatch)
+        return job
 
     def _start(
         self,
@@ -146,6 +159,8 @@ class LocalCluster(Closing):
             self.scheduler = _read_address(scheduler.process)
             if share is None:
                 scheduling["address"] = self.scheduler.removeprefix("tcp://")
+            if self._job is not None:
+                self._job.set_scheduler(self.scheduler)
             self._keep_scheduler(scheduler, {**scheduling, "replaces": True}, on_replaced)
         else:
             assert share is not None
@@ -245,6 +260,7 @@ class LocalCluster(Closing):
 
     def _fork_or_spawn(self, argument: str, *, captured: bool) -> ChildProcess:
         environment = {**MALLOC, **os.environ, "PACELINE_TOKEN": self.token, "TMPDIR": str(self.scratch)}
+        environment["PACELINE_JOB_DIR"] = "" if self._job is None else str(self._job.folder)
         try:
             if self._fork_server is not None:
                 return self._fork_server.fork([argument], environment=environment, captured=captured)

@@ -20,6 +20,7 @@ from typing import IO, Any, Protocol
 
 import psutil
 
+from paceline.observe.stuck.jobs import current_job
 from paceline.transport.backoff import Backoff
 
 _LEFTOVERS_S = 1.0
@@ -194,7 +195,9 @@ class Guard:
 
     def start(self) -> None:
         if self._process is None:
-            command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+            job = current_job()
+            folders = [] if job is None else [str(job.folder)]
+            command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), *folders]
             self._process = spawn(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
     def add(self, group: int) -> None:

@@ -1,4 +1,4 @@
-"""Observe runs: progress, metrics, timelines.
+"""Observe runs: progress, metrics, timelines, and the processes that wait.
 
 Callers pass the figures; this package is independent of the training. Public names are imported at first use, because a
 rank that records metrics needs no display.

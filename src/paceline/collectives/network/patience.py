@@ -12,6 +12,7 @@ from paceline.collectives.network.culprits import RequestStatus, Search, find_cu
 from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.network.rounds import Round
 from paceline.collectives.network.verdicts import CurrentCall
+from paceline.observe.stuck.report import print_stall_soon
 
 LINGER_S: Final = 1.0
 """The maximum time that a failed rank keeps its links open to send the ABORT to the other ranks."""
@@ -86,6 +87,7 @@ class Patience:
         if time_s < self._final_poll_at:
             return min(self._check_ranks(time_s), self._final_poll_at)
         self._search = self._poll_ranks()
+        print_stall_soon(verdicts.waiting(self.current, ranks, self._timeout_s - (self.deadline - time_s)))
         return self._fails_at
 
     def _check_ranks(self, time_s: float) -> float:

@@ -33,6 +33,11 @@ class CurrentCall(NamedTuple):
         return f"{self.call}, call {self.sequence} of group {self.group!r}"
 
 
+def waiting(current: CurrentCall, ranks: tuple[int, ...], waited_s: float) -> str:
+    """Return the message of a rank that waits until shortly before the timeout."""
+    return f"paceline: rank {current.rank} has waited {waited_s:.3g} s for {name_ranks(ranks)} in {current}"
+
+
 def lost(current: CurrentCall, ranks: tuple[int, ...]) -> Abort:
     text = f"{name_ranks(ranks)} died or left during {current}; {_REFUSES}"
     return Abort("lost", text, ranks, {}, current.sequence)

@@ -13,6 +13,7 @@ from paceline.collectives.network.culprits import Status, find_silent
 from paceline.collectives.p2p.matching import Message, Posted
 from paceline.collectives.p2p.progress import Waitable
 from paceline.errors import CollectiveError, MismatchError, ProtocolError, RankLostError, UsageError
+from paceline.observe.stuck.processes import flight_recorder
 from paceline.transport import read_meta
 
 HEADER: Final = struct.Struct("<2sBB4xqQ40s")
@@ -40,6 +41,13 @@ class Pending(Waitable):
         self._owner = owner
         self.source = -1
         self.error: CollectiveError | None = None
+        self._event = 0
+
+    def record(self, event: int) -> None:
+        """Set the number of this operation in the flight recorder, which gets the operation's end."""
+        self._event = event
+        if self.finished:
+            flight_recorder().end(event, has_failed=self.error is not None)
 
     def done(self) -> bool:
         """Return whether the operation is done. If the operation failed, raise its error."""
@@ -68,12 +76,14 @@ class Pending(Waitable):
         if not self.finished:
             self.source = source
             self.finished = True
+            flight_recorder().end(self._event)
 
     def fail(self, error: CollectiveError) -> None:
         """Mark the operation as failed. The caller must hold the lock of the progress loop."""
         if not self.finished:
             self.error = error
             self.finished = True
+            flight_recorder().end(self._event, has_failed=True)
 
 
 class Sending(Pending):

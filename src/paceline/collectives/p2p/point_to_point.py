@@ -26,6 +26,7 @@ from paceline.collectives.p2p.progress import ProgressLoop
 from paceline.collectives.p2p.streams import Ends, Incoming, Outgoing, deliver, deliver_to_self, lost_connection
 from paceline.errors import CollectiveError, GroupClosedError, PeerError, RankLostError, UsageError
 from paceline.meeting.node import Node, NodeInfo
+from paceline.observe.stuck.report import print_stall_soon
 
 _CHECK_S = 1.0
 """The time after which a waiting rank first checks that the other rank is alive.
@@ -159,6 +160,10 @@ class PointToPoint(Ends):
         else:
             return
         search = _search(self._request_status, range(self.size), self.rank)
+        waited_s = time.monotonic() - start
+        print_stall_soon(
+            f"paceline: rank {self.rank} of group {self.group!r} has waited {waited_s:.3g} s for a message"
+        )
         if self._progress.wait(pending, deadline):
             return
         answers = search.answers() if search is not None else {}

@@ -17,12 +17,16 @@ from paceline.collectives.shared.segment import Segment
 from paceline.errors import CollectiveError, RankLostError, name_ranks
 from paceline.kernels import steps
 from paceline.meeting.watching import Watch, is_stopped
+from paceline.observe.stuck.report import print_stall_soon
 from paceline.transport import register_type
 
 _DESCRIBE_S: Final = 2.0
 _EARLY_S: Final = 0.1
 """A rank reports a timeout this much earlier, so that the other ranks receive the error before their own timeout."""
 DYING_S: Final = 1.0
+_STALL_SHARE: Final = 0.2
+_STALL_S: Final = 1.5
+"""A rank prints the stacks of all processes this time before a timeout, or this share of the timeout."""
 _REPORT_BYTES: Final = 3000
 _MAX_BLAMED: Final = 100
 
@@ -47,6 +51,8 @@ class SharedFaults:
         self._members = tuple(range(len(processes))) if members is None else tuple(members)
         self._state = state
         self._watch = Watch(dict(enumerate(processes)))
+        self._printed = -1
+        """The last call in which this rank printed the stacks."""
 
     def close(self) -> None:
         self._watch.close()
@@ -78,6 +84,14 @@ class SharedFaults:
         left = [rank for rank in late if self.word(rank, steps.LEFT)]
         if left:
             raise RankLostError(f"{self._names(left)} left the group before {call_text}", self._called(left))
+        waited_s = time.monotonic() - start
+        if (
+            waited_s > order.timeout_s - min(_STALL_S, _STALL_SHARE * order.timeout_s)
+            and order.sequence != self._printed
+        ):
+            self._printed = order.sequence
+            own = self._members[self._rank]
+            print_stall_soon(f"paceline: rank {own} has waited {waited_s:.3g} s for {self._names(late)} in {call_text}")
         if time.monotonic() - start > order.timeout_s - min(_EARLY_S, order.timeout_s / 10):
             stopped = [rank for rank in late if is_stopped(self._processes[rank])]
             late = stopped or late

@@ -28,6 +28,8 @@ from paceline.launch.run.elastic import ElasticRun
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.streams import Stream
 from paceline.launch.screen import Screen
+from paceline.observe.stuck.jobs import current_job
+from paceline.observe.stuck.report import print_stall
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNAL_GRACE_S = 30.0
@@ -203,6 +205,9 @@ class RunLoop:
                     self._end_all(time_s, culprit.rank)
         if self._kills_at is not None and time_s >= self._kills_at:
             self._kills_at = time_s + _POLL_S
+            job = current_job()
+            if signals.first is not None and job is not None:
+                print_stall(f"paceline run: ranks have not ended {_SIGNAL_GRACE_S:g} s after the signal", job.folder)
             self._processes.signal(signal.SIGKILL, groups=True)
 
     def _end_all(self, time_s: float, culprit: int | None) -> None:

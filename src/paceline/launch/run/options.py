@@ -64,6 +64,10 @@ class RunOptions:
     log_dir: Path | None = option(
         "Folder for the complete output of each rank: rank0.stdout, rank0.stderr, ...", panel=_COMMON
     )
+    flight_recorder: Path | None = option(
+        "Folder for the last collectives of each rank after a failure, for torch.distributed.flight_recorder.",
+        panel=_FAILURES,
+    )
     nnodes: int | None = option(
         "Number of machines that each run this command, or of nodes with --on; default 1.",
         "--nnodes",

@@ -21,6 +21,7 @@ from paceline.errors import DeadlineError, UsageError
 from paceline.launch.engines.engine import LOST_NODE_STATUS, report
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.elastic import ElasticRun, RankGrowth
+from paceline.launch.run.job import RunJob
 from paceline.launch.run.loop import RunLoop, Signals
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import (
@@ -90,6 +91,7 @@ def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None)
         check_log_dir(options.log_dir)
     with contextlib.ExitStack() as stack:
         collector = stack.enter_context(options.observe.open("paceline run"))
+        job = stack.enter_context(RunJob.start(options.flight_recorder))
         starting = stack.enter_context(contextlib.ExitStack())
         if placement is not None:
             starting.enter_context(_ignore_sigterm())
@@ -127,7 +129,9 @@ def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None)
             from paceline.launch.cluster_metrics import ClusterMetrics
 
             stack.enter_context(ClusterMetrics(SocketTransport(setup.token, tls=setup.tls), scheduler, collector))
-        status = _run_ranks(options, setup, setup.layout, filters, pull_filters, scheduler, servers, num_wanted)
+        status = _run_ranks(options, setup, setup.layout, job, filters, pull_filters, scheduler, servers, num_wanted)
+        if status:
+            job.write_flight_recorder()
         if status == 0 and servers is not None:
             servers.wait_workers()
         return status
@@ -179,6 +183,7 @@ def _run_ranks(
     options: RunOptions,
     setup: Setup,
     layout: Layout,
+    job: RunJob,
     filters: str | None,
     pull_filters: str | None,
     scheduler: str | None,
@@ -189,7 +194,7 @@ def _run_ranks(
     plan = partial(
         plan_ranks,
         choice=setup.choice,
-        inherited={**os.environ, **options.snapshot_variables()},
+        inherited={**os.environ, **options.snapshot_variables(), **job.variables()},
         token=setup.token,
         tls=setup.tls,
         scheduler=scheduler,
@@ -214,6 +219,7 @@ def _run_ranks(
 
         def start(*plans: RankPlan) -> Rank:
             processes.start(command, plans, screen, tracebacks, captured=captured, log_dir=options.log_dir)
+            job.add(processes.ranks[-len(plans) :])
             return processes.ranks[-1]
 
         elastic: ElasticRun | None = None

@@ -7,7 +7,7 @@ the answers, because it would add 20 to 40 µs to each request, as much as the r
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,12 +15,14 @@ import numpy as np
 
 from paceline.errors import AddressError, ConnectionLostError, PacelineError, PeerError, StaleEpochError, UsageError
 from paceline.observe import recording
+from paceline.observe.stuck.processes import flight_recorder
+from paceline.observe.stuck.recorder import REQUEST, RecordedOperation
 from paceline.protocol import Member
 from paceline.protocol.client import ClientCore, Request, RequestKind, Resync, Transmit
 from paceline.ps import messages
 from paceline.ps.client.exchange import KINDS, Copies, DataRequest, Exchange, exchange_of, pack
 from paceline.ps.client.routes import RouteWatch
-from paceline.ps.messages import SYNCED, TICKS
+from paceline.ps.messages import RANGE, SYNCED, TICK, TICKS, TableSpec
 from paceline.transport import (
     HEADER,
     MAGIC,
@@ -66,6 +68,7 @@ class ServerConnection:
         copies: Copies,
         server: Member,
         *,
+        specs: Mapping[int, TableSpec],
         timeout_s: float,
         reconnect_s: float,
     ) -> None:
@@ -83,6 +86,8 @@ class ServerConnection:
         self._reconnect_s = reconnect_s
         self._watch = watch
         self._copies = copies
+        self._specs = specs
+        self._operations: dict[tuple[int, int], bytes] = {}
         self._closed_bytes = (0, 0)
         self.channel: Channel = closed_channel(server.address.tcp)
 
@@ -105,12 +110,27 @@ class ServerConnection:
         request.payload = exchange = Exchange(frame, data.out, data.is_private)
         if recording.recorder is not None:
             exchange.began_s = time.monotonic()
+        self.record(request, data)
         if self.session.start(request):
             self.transmit(frame, request)
         return request
 
     def request(self, data: DataRequest) -> Request:
         return self.session.request(KINDS[data.kind], data.clock, data.sequence, None, bool(data.flags & TICKS))
+
+    def record(self, request: Request, data: DataRequest) -> None:
+        """Record the start of a request in the flight recorder."""
+        if data.kind == TICK:
+            return
+        operation = self._operations.get((data.kind, data.table))
+        if operation is None:
+            spec = self._specs.get(data.table)
+            name = "" if spec is None else spec.name
+            operation = RecordedOperation(REQUEST, request.kind.value, subject=name, peer=self.rank).encode()
+            self._operations[data.kind, data.table] = operation
+        keys: Any = data.parts[0] if data.parts else ()
+        count = int(keys[1] - keys[0]) if data.flags & RANGE else len(keys)
+        exchange_of(request).event = flight_recorder().begin(operation, request.number, count, data.clock)
 
     def make_room(self, out: Any) -> None:
         """Receive answers if too many requests, or too many bytes of answers (including `out`), are in flight."""
@@ -131,7 +151,7 @@ class ServerConnection:
             except ConnectionLostError:
                 self._cut()
             except PacelineError as error:
-                self.session.failed(request, error)
+                self._fail(request, error)
             except BaseException:  # Ctrl-C, perhaps within a frame: the next request reconnects and resends all
                 self._cut()
                 raise
@@ -168,6 +188,8 @@ class ServerConnection:
         )  # fmt: skip
         frame = header, meta + PADS[-len(meta) & 7], *body, PADS[-size & 7]
         exchange = request.payload = Exchange(frame, is_call=True)
+        operation = RecordedOperation(REQUEST, type(message).__name__, peer=self.rank).encode()
+        exchange.event = flight_recorder().begin(operation, request.number)
         self.session.start(request)
         if not self.session.awaits_view or self._watch.has(self.session.server):
             self.transmit(frame, request)
@@ -218,7 +240,11 @@ class ServerConnection:
         self.lost = error
         for request in list(self.session.in_flight.values()):
             request.is_reported = True  # the caller receives `lost` as the error
-            self.session.failed(request, error)
+            self._fail(request, error)
+
+    def _fail(self, request: Request, error: PacelineError) -> None:
+        exchange_of(request).record_end(has_failed=True)
+        self.session.failed(request, error)
 
     def _cut(self) -> None:
         self.channel.close()
@@ -228,7 +254,7 @@ class ServerConnection:
         """Wait for a view without this server, and fail the calls in flight."""
         self._watch.must_follow = True
         for request in self.session.departed():
-            self.session.failed(request, StaleEpochError(f"server {self.rank} has left the cluster"))
+            self._fail(request, StaleEpochError(f"server {self.rank} has left the cluster"))
 
     def _reconnect(self, cause: ConnectionLostError) -> None:
         """Reconnect and resend all unanswered requests in order; wait for a view if the server has left."""
@@ -282,7 +308,7 @@ class ServerConnection:
                     if not exchange.receive(channel, header):
                         raise self._unexpected(header)
                     if exchange.unreadable is not None:
-                        session.failed(request, exchange.unreadable)
+                        self._fail(request, exchange.unreadable)
                         return
         except ConnectionLostError as error:
             self._reconnect(error)
@@ -308,6 +334,7 @@ class ServerConnection:
         if exchange.scatter is not None:
             exchange.put_values()
         request.flags = header.flags
+        exchange.record_end()
         if exchange.began_s is not None and recording.recorder is not None:
             seconds = time.monotonic() - exchange.began_s
             recording.recorder.observe("paceline_table_request_seconds", seconds, request.kind.value)
@@ -328,7 +355,7 @@ class ServerConnection:
             self.session.refused(request)
             self._watch.must_follow = True
         else:
-            self.session.failed(request, error)
+            self._fail(request, error)
 
     def _unexpected(self, header: Header) -> PeerError:
         self._cut()
@@ -344,6 +371,7 @@ class ServerConnection:
         except ConnectionLostError as error:
             self._reconnect(error)
         except PacelineError:
+            exchange_of(request).record_end(has_failed=True)
             self.session.withdraw(request)
             raise
         except BaseException:  # Ctrl-C, perhaps within a frame: the next request reconnects and resends all

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import UsageError
+from paceline.observe.stuck.processes import flight_recorder
 from paceline.protocol.buckets import Buckets, bucket_set
 from paceline.protocol.client import Request, RequestKind
 from paceline.ps.messages import ACK, CALL, EXACT, PULL, PUSH, PUSH_PULL, RANGE, RESULT, TICK, VALUES, TableSpec
@@ -84,6 +85,7 @@ class Exchange:
     __slots__ = (
         "began_s",
         "body",
+        "event",
         "frame",
         "into",
         "is_call",
@@ -101,6 +103,8 @@ class Exchange:
     ) -> None:
         self.frame = frame
         self.is_call = is_call
+        self.event = 0
+        """The number of the request in the flight recorder; 0: not recorded."""
         self.out = self.into = out
         """The array for the values of the answer, if any.
 
@@ -117,6 +121,12 @@ class Exchange:
         self.unreadable: UsageError | None = None
         self.began_s: float | None = None
         """The time of the request; None if the launcher collects no metrics."""
+
+    def record_end(self, *, has_failed: bool = False) -> None:
+        """Record the end of the request in the flight recorder."""
+        if self.event:
+            flight_recorder().end(self.event, has_failed=has_failed)
+            self.event = 0
 
     @property
     def num_answer_bytes(self) -> int:
@@ -253,7 +263,19 @@ def pack(data: DataRequest, request: Request, version: int) -> tuple[Any, ...]:
 
 
 def fill(request: Request, pieces: Sequence[tuple[Request, Buckets]], version: int) -> Exchange:
-    """Return the payload of a request that replaces `pieces` of other requests."""
+    """Return the payload of a request that replaces `pieces` of other requests.
+
+    The flight recorder shows it as the first of these requests.
+    """
+    exchange = _fill(request, pieces, version)
+    former = exchange_of(pieces[0][0])
+    exchange.event, former.event = former.event, 0
+    for replaced, _ in pieces[1:]:
+        exchange_of(replaced).record_end(has_failed=True)
+    return exchange
+
+
+def _fill(request: Request, pieces: Sequence[tuple[Request, Buckets]], version: int) -> Exchange:
     parts = [(_keys_of(piece), buckets) for piece, buckets in pieces]
     table = parts[0][0].table
     if request.kind is RequestKind.PUSH:

@@ -185,6 +185,7 @@ class FilteredSender:
         self._has_sent_meta = True
         plain = pack(data.of_server((keys, read) if len(parts) > 1 else (keys,), None), request, self._version)
         request.payload = exchange = FilteredExchange(plain, data.out, data.is_private, self)
+        connection.record(request, data)
         if (recorder := recording.recorder) is not None:
             exchange.began_s = time.monotonic()
             chain = str(self._chain) or "none"

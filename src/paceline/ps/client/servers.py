@@ -22,6 +22,7 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.observe import recording
+from paceline.observe.stuck.report import print_stall
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.client import (
     ClientCore,
@@ -146,7 +147,15 @@ class Servers:
         self._by_server: dict[int, ServerConnection] = {}
         self._copies = copies = Copies()
         self._connection_to = partial(
-            ServerConnection, transport, hello, core, watch, copies, timeout_s=timeout_s, reconnect_s=reconnect_s
+            ServerConnection,
+            transport,
+            hello,
+            core,
+            watch,
+            copies,
+            specs=self.specs,
+            timeout_s=timeout_s,
+            reconnect_s=reconnect_s,
         )
         # Instructions of the core that are not carried out yet, and requests that wait for earlier answers.
         self._to_do: deque[Instruction | Request] = deque()
@@ -274,6 +283,8 @@ class Servers:
             self._progress(request)
         self.cuts.waiting_on = None
         if request.error is not None:
+            if isinstance(request.error, DeadlineError):
+                print_stall(f"paceline: {request.error}")
             self.core.report(request)
             raise request.error
 

@@ -19,6 +19,7 @@ from paceline.errors import ConnectionLostError, DeadlineError, RankLostError
 from paceline.meeting.credentials import choose_secret, derive_token
 from paceline.meeting.rendezvous import is_loopback, own_host
 from paceline.meeting.store import SealedStore, Store, written_twice
+from paceline.observe.stuck.processes import flight_recorder
 from paceline.torch.backend.errors import Terms, in_torch_terms
 from paceline.torch.backend.process_group import PacelineProcessGroup
 from paceline.transport import TLS
@@ -29,6 +30,8 @@ from paceline.transport.backoff import Backoff
 def create(options: Any) -> PacelineProcessGroup:
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     global_ranks = tuple(options.global_ranks_in_group)  # empty for the group of all ranks
+    if global_ranks:
+        flight_recorder().number_ranks(_name_world(options.group_id), global_ranks)
     try:
         group = join_through(store, rank, size, options.group_id, timeout)
     except (RankLostError, DeadlineError) as error:
@@ -70,10 +73,14 @@ def join_through(
         token=token,
         host=LOOPBACK if is_loopback(place) else own_host(place),
         tls=TLS.of_environment(variables),
-        name=f"torch {name}",
+        name=_name_world(name),
         timeout=timeout,
         algorithm=variables.algorithm,
     )
+
+
+def _name_world(name: str) -> str:
+    return f"torch {name}"
 
 
 def find_place(store: CStore, master: str | None) -> str:

@@ -1,0 +1,132 @@
+"""Request the stacks of processes, and read them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from paceline.observe.stuck.jobs import read_processes
+from paceline.observe.stuck.processes import STACK_SIGNAL, WatchedProcess, find_state
+from paceline.observe.stuck.recorder import RecordedEvent, RecordedGroup, read_events, read_groups
+
+_PATIENCE_S: Final = 2.0
+_PAUSE_S: Final = 0.02
+_THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):$")
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+class StackFrame(NamedTuple):
+    """A function call of a thread."""
+
+    file: str
+    line: int
+    function: str
+
+
+class ProcessState(NamedTuple):
+    """The stacks and the last operations of a process."""
+
+    process: WatchedProcess
+    threads: dict[int, tuple[StackFrame, ...]]
+    """By the number of the thread, the innermost call last."""
+    problem: str
+    """The reason for a missing stack; empty if there is a stack."""
+    events: list[RecordedEvent]
+    groups: dict[int, RecordedGroup]
+
+    @property
+    def main_stack(self) -> tuple[StackFrame, ...]:
+        return self.threads.get(self.process.main_thread, ())
+
+
+def collect(folders: Sequence[Path]) -> list[ProcessState]:
+    """Return the state of each living process in the jobs' folders. Takes at most about two seconds."""
+    return [state for folder in folders for state in _collect_folder(folder)]
+
+
+def _collect_folder(folder: Path) -> list[ProcessState]:
+    processes = [process for process in read_processes(folder) if process.is_alive()]
+    with contextlib.suppress(FileNotFoundError), open(folder / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another command may request the stacks too
+        problems = {process.pid: _request_stack(process, folder) for process in processes}
+        texts = _read_stacks([process for process in processes if not problems[process.pid]], folder)
+        return [_state(process, folder, problems[process.pid], texts.get(process.pid, "")) for process in processes]
+    return []  # the job has ended
+
+
+def _request_stack(process: WatchedProcess, folder: Path) -> str:
+    """Send the signal; return the reason if the process cannot write its stack."""
+    if find_state(process.pid) in ("T", "t"):
+        return "it is stopped (SIGSTOP, or a debugger)"
+    if not process.main_thread:
+        return "it has not imported torch or paceline.collectives yet"
+    if not _handles_signal(process.pid):
+        return "it executes another program"
+    try:
+        os.truncate(process.path(folder, ".stack"), 0)
+        os.kill(process.pid, STACK_SIGNAL)
+    except OSError as error:
+        return f"the request failed ({error.strerror})"
+    return ""
+
+
+def _handles_signal(pid: int) -> bool:
+    """Return whether a process has a handler for the signal, which would otherwise kill it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return found is None or bool(int(found[1], 16) >> (STACK_SIGNAL - 1) & 1)
+
+
+def _read_stacks(processes: Sequence[WatchedProcess], folder: Path) -> dict[int, str]:
+    """Return the text of each process, complete or as far as it was written in time."""
+    texts: dict[int, str] = {process.pid: "" for process in processes}
+    pending, deadline = list(processes), time.monotonic() + _PATIENCE_S
+    while pending and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+        for process in pending.copy():
+            with contextlib.suppress(OSError):
+                text = process.path(folder, ".stack").read_text(errors="replace")
+                # The text has no end mark. The main thread is usually the last.
+                if text == texts[process.pid] and process.main_thread in parse_stacks(text):
+                    pending.remove(process)
+                texts[process.pid] = text
+    return texts
+
+
+def _state(process: WatchedProcess, folder: Path, problem: str, text: str) -> ProcessState:
+    threads = parse_stacks(text)
+    if not problem and process.main_thread not in threads:
+        problem = f"it did not answer within {_PATIENCE_S:g} s (process {process.pid})"
+    events, groups = read_recorder(process, folder)
+    return ProcessState(process, threads, problem, events, groups)
+
+
+def read_recorder(process: WatchedProcess, folder: Path) -> tuple[list[RecordedEvent], dict[int, RecordedGroup]]:
+    """Return the last operations and the groups of a process, which may have ended."""
+    data, groups = (
+        path.read_bytes() if path.exists() else b""
+        for path in (process.path(folder, suffix) for suffix in (".events", ".groups"))
+    )
+    return read_events(data), read_groups(groups)
+
+
+def parse_stacks(text: str) -> dict[int, tuple[StackFrame, ...]]:
+    """Return the stacks in a text of ``faulthandler``, by the number of the thread, the innermost call last."""
+    threads: dict[int, list[StackFrame]] = {}
+    frames: list[StackFrame] = []
+    for line in text.splitlines():
+        if found := _THREAD.match(line):
+            frames = threads[int(found[1], 16)] = []
+        elif found := _FRAME.match(line):
+            number = 0 if found[2] == "???" else int(found[2])
+            frames.insert(0, StackFrame(found[1], number, found[3]))
+    return {thread: tuple(frames) for thread, frames in threads.items()}
