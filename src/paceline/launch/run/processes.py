@@ -1,4 +1,7 @@
-"""Start and end the ranks' processes, including their children. Each rank has its own process group."""
+"""Start and end the ranks' processes, including their children, and provide files for ``paceline stacks``.
+
+Each rank has its own process group.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from typing_extensions import override
+
+from paceline.closing import Closing
 from paceline.errors import UsageError
+from paceline.launch.engines.engine import report
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.plan import RankPlan
 from paceline.launch.run.streams import Stream, open_logs
 from paceline.launch.screen import Screen
 from paceline.launch.supervisor import Child, Supervisor, spawn
+from paceline.observe.stuck.jobs import LaunchedJob, start_job
+from paceline.observe.stuck.torch_files import check_directory, write_torch_files
 
 _END_S = 1.0
 
@@ -116,3 +125,48 @@ class RankProcesses:
                 rank.status = rank.child.status()
             for stream in rank.streams:
                 stream.close(drain=False)
+
+
+class RunJob(Closing):
+    """The job of this launcher. If its folder cannot be created, the run works without the files."""
+
+    def __init__(self, job: LaunchedJob | None, directory: Path | None) -> None:
+        """Use a job; :meth:`start` creates it."""
+        self._job, self._directory = job, directory
+
+    @classmethod
+    def start(cls, directory: Path | None) -> RunJob:
+        """Start a job that writes the flight recorder to `directory`. Raises UsageError if this cannot be created."""
+        if directory is not None:
+            check_directory(directory)
+        return cls(start_job(), directory)
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of the ranks."""
+        return {"PACELINE_JOB_DIR": "" if self._job is None else str(self._job.folder)}
+
+    def add(self, ranks: Sequence[Rank]) -> None:
+        """Add ranks that have been started."""
+        if self._job is not None:
+            for rank in ranks:
+                self._job.add(f"rank {rank.rank}", rank.child.process.pid)
+
+    def write_flight_recorder(self) -> None:
+        """Write the last collectives of the ranks after a failure, if the user has requested this."""
+        if self._job is None or self._directory is None:
+            return
+        try:
+            written = write_torch_files([self._job.folder], self._directory)
+        except OSError as error:
+            report(f"cannot write the last collectives to {self._directory}: {error.strerror}")
+        else:
+            report(
+                f"the last collectives of {len(written)} ranks are in {self._directory}. Analyse them with python -m "
+                f"torch.distributed.flight_recorder.fr_trace {self._directory}"
+            )
+
+    @override
+    def close(self) -> None:
+        """Remove the files."""
+        if self._job is not None:
+            self._job.close()

@@ -21,7 +21,6 @@ from paceline.errors import DeadlineError, UsageError
 from paceline.launch.engines.engine import LOST_NODE_STATUS, report
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.elastic import ElasticRun, RankGrowth
-from paceline.launch.run.job import RunJob
 from paceline.launch.run.loop import RunLoop, Signals
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import (
@@ -30,7 +29,7 @@ from paceline.launch.run.plan import (
     command_of,
     plan_ranks,
 )
-from paceline.launch.run.processes import Rank, RankProcesses
+from paceline.launch.run.processes import Rank, RankProcesses, RunJob
 from paceline.launch.run.setup import PATIENCE_S, Setup, coordinator_address, find_placement, plan_cluster, plan_node
 from paceline.launch.run.streams import check_log_dir
 from paceline.launch.screen import Screen
