@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -15,7 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.warm.processes import RANKS
 
-from .running import Commands, Running
+from paceline.observe.top import fetch_state
+
+from .running import Commands, Running, wait_until
 
 SCRIPT = """
 import sys, time
@@ -79,7 +82,7 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server"])
 def test_metrics_of_a_run(paceline: Commands, script: Path, tmp_path: Path, strategy: str) -> None:
-    file, done = tmp_path / "metrics.jsonl", tmp_path / "done"
+    file, done, report = tmp_path / "metrics.jsonl", tmp_path / "done", tmp_path / "report.html"
     run: list[str | Path] = [
         "run",
         "--strategy",
@@ -92,14 +95,20 @@ def test_metrics_of_a_run(paceline: Commands, script: Path, tmp_path: Path, stra
         file,
     ]
     paceline.environment[RANKS] = "torch"
-    running = paceline.start(*run, script, done)
+    running = paceline.start(*run, "--dashboard", "0", "--report", report, script, done)
     running.wait_line("trained")
     for rank in ("0", "1"):
         wait_value(running, "paceline_examples_total", (rank,), 80)
     if strategy == "parameter-server":
         wait_value(running, "paceline_members", ("workers",), 2)
+    page = running.wait_line("dashboard at ").split()[-1]
+    wait_until(lambda: len(fetch_state(page).get("ranks", ())) == 2, "the ranks are not on the dashboard")
+    shown = paceline.succeed("top", page).out
+    assert "paceline run --strategy" in shown
+    assert re.findall(r"^ +(\d) +.* [MG]B +\d s", shown, re.MULTILINE) == ["0", "1"]
     done.touch()
     assert running.wait().status == 0
+    assert '"has_ended":true' in report.read_text()
     found = read_lines(file)
     assert found["paceline_examples_total"] == {("0",): 80, ("1",): 80}
     assert found["paceline_step_seconds"] == {("0",): 10, ("1",): 10}

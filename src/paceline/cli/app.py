@@ -9,7 +9,7 @@ import typer
 from paceline.launch.run.options import AUTO, RunOptions
 from paceline.version import __version__
 
-from . import bench, data, horovodrun, manifests, model, planning, roles, stacks, train
+from . import bench, data, horovodrun, manifests, model, planning, roles, stacks, top, train
 from .parameters import PanelCommand, expand_flags
 
 _RUN_CONTEXT = {
@@ -71,6 +71,7 @@ app.command("scheduler")(roles.scheduler)
 app.command("server")(roles.server)
 app.command("worker")(roles.worker)
 app.command("coordinator", no_args_is_help=True)(roles.coordinator)
+app.command("top", no_args_is_help=True)(top.top)
 app.command("manifests", no_args_is_help=True, context_settings={"allow_interspersed_args": False})(manifests.manifests)
 app.command("stacks")(stacks.stacks)
 app.command("doctor")(bench.doctor)

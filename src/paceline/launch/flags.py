@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from paceline.command_options import option
+from paceline.command_options import given_values, option
 from paceline.environment import environment
 
 if TYPE_CHECKING:
@@ -126,6 +126,10 @@ class ObserveFlags:
     )
     metrics_file: Path | None = option("File for the metrics, as lines of JSON every five seconds.")
     tensorboard: Path | None = option("Directory for the metrics in TensorBoard's format.")
+    dashboard: str | None = option(
+        "Serve a page with the figures of the run; its address is printed. PORT as for --metrics.", metavar="PORT"
+    )
+    report: Path | None = option("File for a page with the figures of the run, written at its end.")
 
     @contextlib.contextmanager
     def open(self, command: str) -> Iterator[Collector | None]:
@@ -134,12 +138,11 @@ class ObserveFlags:
         `command` is named in messages. Raises UsageError for an output that is not available, and AddressError for a
         port in use.
         """
-        if self.metrics is None and self.metrics_file is None and self.tensorboard is None:
+        outputs = given_values(self)
+        if not outputs:
             yield None
             return
         from paceline.observe.outputs import open_outputs
 
-        with open_outputs(
-            command, metrics=self.metrics, metrics_file=self.metrics_file, tensorboard=self.tensorboard
-        ) as collector:
+        with open_outputs(command, **outputs) as collector:
             yield collector

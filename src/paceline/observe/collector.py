@@ -25,6 +25,8 @@ from paceline.observe.recording import MAX_REPORT_BYTES, RankReport
 from paceline.temporary import TemporaryFolder
 
 _EVERY_S: Final = 1.0
+SILENT_S: Final = 5.0
+"""A rank is silent after this time without a report."""
 _VARIABLE: Final = "PACELINE_METRICS"
 _MAX_OPEN_EXCHANGES: Final = 1024
 _MAX_RANKS: Final = 1 << 16
@@ -74,6 +76,7 @@ class Collector(Closing):
         self._lock = threading.Lock()
         self._values = MetricValues()
         self._reports: dict[int, tuple[RankReport, float]] = {}
+        self._silent: set[int] = set()
         self._exchange_times = ExchangeTimes()
         self.events: list[tuple[float, str]] = []
         """Time (of the monotonic clock) and text of each event, such as a change of the members."""
@@ -131,8 +134,12 @@ class Collector(Closing):
         if not 0 <= report.rank < _MAX_RANKS:
             return
         with self._lock:
-            if report.rank not in self._reports:
-                self.events.append((self._clock(), f"rank {report.rank} reports for the first time"))
+            before, _ = self._reports.get(report.rank, (report, 0.0))
+            if before.process != report.process:
+                self.events.append((self._clock(), f"rank {report.rank} has a new process"))
+            if report.rank in self._silent:
+                self._silent.remove(report.rank)
+                self.events.append((self._clock(), f"rank {report.rank} reports again"))
             self._reports[report.rank] = report, self._clock()
             for rank, last, seconds in self._exchange_times.add(report):
                 self._values.add("paceline_wait_seconds_total", seconds, str(rank), str(last))
@@ -151,6 +158,15 @@ class Collector(Closing):
             samples.setdefault("paceline_rank_last_seen_seconds", {})[label] = time_s - seen_s
         return samples
 
+    def find_silent(self) -> None:
+        """Record an event for each rank that has sent no report for a few seconds."""
+        with self._lock:
+            time_s = self._clock()
+            for rank, (_, seen_s) in self._reports.items():
+                if time_s - seen_s > SILENT_S and rank not in self._silent:
+                    self._silent.add(rank)
+                    self.events.append((time_s, f"rank {rank} has sent no report for {SILENT_S:g} s"))
+
     def _run(self, listener: socket.socket) -> None:
         due_s = time.monotonic() + _EVERY_S
         while not self._is_closed:
@@ -159,6 +175,7 @@ class Collector(Closing):
                 self.receive(listener.recv(MAX_REPORT_BYTES))
             if time.monotonic() >= due_s:
                 due_s += _EVERY_S
+                self.find_silent()
                 self._write(is_last=False)
         listener.setblocking(False)
         with contextlib.suppress(BlockingIOError):

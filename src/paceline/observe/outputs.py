@@ -6,21 +6,31 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError
 from paceline.observe.collector import Collector, MetricSink
 from paceline.observe.metrics import check_prometheus, exposition
 from paceline.observe.web import Page, WebRequest, WebServer
 
+if TYPE_CHECKING:
+    from paceline.observe.history import RunHistory
+
 
 @contextlib.contextmanager
 def open_outputs(
-    command: str, *, metrics: str | None = None, metrics_file: Path | None = None, tensorboard: Path | None = None
+    command: str,
+    *,
+    metrics: str | None = None,
+    metrics_file: Path | None = None,
+    tensorboard: Path | None = None,
+    dashboard: str | None = None,
+    report: Path | None = None,
 ) -> Iterator[Collector]:
     """Collect metrics during the block for the given outputs, the options of the `command`.
 
-    `metrics` is the place of the HTTP server, ``PORT`` or ``HOST:PORT``. Raises UsageError for an output that is not
-    available, and AddressError for a port in use.
+    `metrics` and `dashboard` are places of an HTTP server, ``PORT`` or ``HOST:PORT``; equal places share one server.
+    Raises UsageError for an output that is not available, and AddressError for a port in use.
     """
     with contextlib.ExitStack() as stack:
         sinks: list[MetricSink] = []
@@ -35,16 +45,36 @@ def open_outputs(
             if tensorboard is not None:
                 with _naming("--tensorboard", tensorboard):
                     sinks.append(TensorBoard(tensorboard))
+        history: RunHistory | None = None
+        if dashboard is not None or report is not None:
+            from paceline.observe.history import RunHistory
+
+            history = RunHistory(" ".join([command, *sys.argv[2:]]))
+            sinks.append(history)
+        if report is not None:
+            from paceline.observe.dashboard import ReportFile
+
+            assert history is not None
+            sinks.append(ReportFile(report, history))  # after the history, whose last figures it needs
         collector = Collector(sinks, warn=lambda text: print(f"{command}: {text}", file=sys.stderr, flush=True))
         stack.callback(collector.close)
+        servers: dict[str, WebServer] = {}
         if metrics is not None:
-            server = stack.enter_context(WebServer(metrics, "--metrics"))
+            server = servers[metrics] = stack.enter_context(WebServer(metrics, "--metrics"))
 
             def show_metrics(request: WebRequest) -> Page:
                 return Page(*exposition(collector.samples(), request.accept))
 
             server.routes["/metrics"] = show_metrics
             print(f"{command}: metrics at {server.address}/metrics", file=sys.stderr, flush=True)
+        if dashboard is not None:
+            from paceline.observe.dashboard import add_dashboard
+
+            assert history is not None
+            server = servers.get(dashboard) or stack.enter_context(WebServer(dashboard, "--dashboard"))
+            print(f"{command}: dashboard at {add_dashboard(server, history)}", file=sys.stderr, flush=True)
+        if history is not None:
+            history.collector = collector
         collector.start()
         yield collector
 

@@ -129,4 +129,15 @@ def test_a_collector_adds_ranks_and_drops_malformed_reports(recorder: Recorder, 
     assert histogram[0] == 0.25
     assert samples["paceline_rank_last_seen_seconds"] == {("1",): 4.0, ("2",): 4.0}
     assert "unknown" not in samples
-    assert [text for _, text in collector.events] == [f"rank {rank} reports for the first time" for rank in (1, 2)]
+    collector.find_silent()
+    assert not collector.events
+    clock.time_s += 4.0
+    collector.find_silent()
+    collector.find_silent()
+    collector.receive(msgspec.msgpack.encode(RankReport(2, 2, 1, {})))
+    assert [text for _, text in collector.events] == [
+        "rank 1 has sent no report for 5 s",
+        "rank 2 has sent no report for 5 s",
+        "rank 2 has a new process",
+        "rank 2 reports again",
+    ]

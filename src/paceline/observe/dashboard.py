@@ -1,0 +1,72 @@
+"""The page with the figures of a run: served while it runs (``--dashboard``), or written at its end (``--report``)."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from typing_extensions import override
+
+from paceline.errors import UsageError
+from paceline.observe.collector import MetricSink
+from paceline.observe.history import RunHistory
+from paceline.observe.metrics import Samples
+from paceline.observe.web import Page, WebRequest, WebServer
+
+_PAGE: Final = Path(__file__).with_name("dashboard.html")
+_NO_STATE: Final = "const GIVEN = null;"
+_NO_TOKEN: Final = b"Open the address that the command has printed: it contains the token of this page.\n"
+
+
+def add_dashboard(server: WebServer, history: RunHistory) -> str:
+    """Serve the page of a run and its figures (``/state``, in JSON). Return the address with the token.
+
+    Requests without the token get status 403.
+    """
+    token = secrets.token_urlsafe(16)
+    content = _PAGE.read_bytes()
+
+    def show_page(request: WebRequest) -> Page:
+        return Page(content, "text/html; charset=utf-8") if is_allowed(request) else _refusal()
+
+    def show_state(request: WebRequest) -> Page:
+        return Page(msgspec.json.encode(history.state()), "application/json") if is_allowed(request) else _refusal()
+
+    def is_allowed(request: WebRequest) -> bool:
+        return hmac.compare_digest(request.query.get("token", "").encode(), token.encode())
+
+    server.routes |= {"/": show_page, "/state": show_state}
+    return f"{server.address}/?token={token}"
+
+
+def _refusal() -> Page:
+    return Page(_NO_TOKEN, "text/plain; charset=utf-8", 403)
+
+
+def make_report(state: dict[str, Any]) -> bytes:
+    """Return one page that needs no other file, with the figures of :meth:`RunHistory.state`."""
+    page = _PAGE.read_text(encoding="utf-8")
+    assert page.count(_NO_STATE) == 1
+    # In a script, "<" could begin a tag, which the browser would read as the end of the script.
+    figures = msgspec.json.encode(state).decode().replace("<", "\\u003c")
+    return page.replace(_NO_STATE, f"const GIVEN = {figures};").encode()
+
+
+class ReportFile(MetricSink):
+    """Writes the report at the end of the run."""
+
+    def __init__(self, path: Path, history: RunHistory) -> None:
+        """Create the file now, so that a wrong path is reported at the start. Raises UsageError."""
+        self._path, self._history = path, history
+        try:
+            path.write_bytes(b"")
+        except OSError as error:
+            raise UsageError(f"--report {path}: {error.strerror or error}. Choose another path") from None
+
+    @override
+    def write(self, samples: Samples, *, is_last: bool) -> None:
+        if is_last:
+            self._path.write_bytes(make_report(self._history.state()))

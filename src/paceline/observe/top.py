@@ -1,0 +1,175 @@
+"""``paceline top``: the figures of a running command in the terminal, from the server of its dashboard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from http.client import HTTPException
+from typing import Any, Final
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from paceline.errors import PeerError, UsageError
+from paceline.observe.collector import SILENT_S
+from paceline.observe.table import format_bytes, format_count, format_duration, format_rate
+
+_EVERY_S: Final = 1.0
+_TIMEOUT_S: Final = 5.0
+_SPARKS: Final = "▁▂▃▄▅▆▇█"
+_SPARK_CELLS: Final = 24
+_BAR_CELLS: Final = 20
+_FILLS: Final = {
+    "data": ("░", "magenta"),
+    "forward": ("▒", "bright_blue"),
+    "backward": ("▓", "blue"),
+    "compute": ("▓", "blue"),
+    "communication": ("·", "yellow"),
+    "optimizer": ("=", "green"),
+    "other": ("-", "bright_black"),
+}
+"""The character and the color of each phase in a bar."""
+_HEADER_LINES: Final = 9
+_EVENTS_SHOWN: Final = 3
+
+
+def fetch_state(url: str) -> dict[str, Any]:
+    """Return the figures that a dashboard at `url` serves.
+
+    Raises UsageError for an address without scheme or with a wrong token, and PeerError if no dashboard answers there.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.netloc:
+        raise UsageError(f"{url}: expected the address that --dashboard has printed, http://HOST:PORT/?token=TOKEN")
+    try:
+        with urlopen(f"http://{parts.netloc}/state?{parts.query}", timeout=_TIMEOUT_S) as answer:
+            found: dict[str, Any] = msgspec.json.decode(answer.read(), type=dict[str, Any])
+            return found
+    except HTTPError as error:
+        error.close()
+        if error.code == 403:
+            raise UsageError(f"{url}: wrong token. Pass the whole address that --dashboard has printed") from None
+        raise PeerError(f"{url}: there is no dashboard (HTTP status {error.code})") from None
+    except (OSError, HTTPException, msgspec.MsgspecError) as error:
+        reason = getattr(error, "reason", error)
+        raise PeerError(f"no dashboard answers at {url}: {getattr(reason, 'strerror', None) or reason}") from None
+
+
+def show_top(url: str, console: Console) -> None:
+    """Show the figures until the run ends or Ctrl-C. Without a terminal, print them once."""
+    state = fetch_state(url)
+    if not console.is_terminal:
+        console.print(draw(state, console.width, most_ranks=1 << 16))
+        return
+    with Live(console=console, screen=False, auto_refresh=False) as live:
+        while True:
+            room = console.height - _HEADER_LINES - _EVENTS_SHOWN - len(state.get("servers", ()))
+            live.update(draw(state, console.width, most_ranks=max(room, 3)), refresh=True)
+            if state["has_ended"]:
+                return
+            time.sleep(_EVERY_S)
+            try:
+                state = fetch_state(url)
+            except PeerError:
+                state = {**state, "has_ended": True}
+
+
+def draw(state: dict[str, Any], width: int, most_ranks: int) -> RenderableType:
+    """Return the figures for a terminal of `width` cells.
+
+    Of more than `most_ranks` ranks, it shows ranks that are silent, and ranks for which others wait.
+    """
+    status = "ended after" if state["has_ended"] else "running for"
+    parts: list[RenderableType] = [
+        Text(f"{state['title']}", style="bold", overflow="ellipsis", no_wrap=True),
+        Text(f"{status} {format_duration(state['seconds'])}{_describe_cluster(state)}"),
+    ]
+    series = state["series"]
+    for name, label, show in (
+        ("examples_per_s", "examples", format_rate),
+        ("loss", "loss", "{:.4g}".format),
+        ("staleness", "staleness", "{:.1f}".format),
+        ("bytes_per_s", "exchanged", lambda value: f"{format_bytes(value)}/s"),
+        ("memory_bytes", "memory", format_bytes),
+    ):
+        known = [value for value in series[name] if value is not None]
+        if any(known):
+            parts.append(Text(f"{label:10}{_draw_sparks(known)}  {show(known[-1])}"))
+    if state.get("ranks"):
+        parts.append(_draw_ranks(state, width, most_ranks))
+    if state.get("servers"):
+        parts.append(_draw_servers(state["servers"]))
+    for seconds, text in state["events"][-_EVENTS_SHOWN:]:
+        parts.append(Text(f"{format_duration(seconds)}  {text}", style="dim", overflow="ellipsis", no_wrap=True))
+    return Group(*parts)
+
+
+def _describe_cluster(state: dict[str, Any]) -> str:
+    facts = [f"{format_count(int(count))} {role}" for role, count in state.get("members", {}).items()]
+    if state.get("epoch") is not None:
+        facts.append(f"view {state['epoch']:.0f}")
+    if state.get("done") is not None:
+        facts.append(f"{state['done']:.0%} done")
+    return "".join(f", {fact}" for fact in facts)
+
+
+def _draw_sparks(values: Sequence[float]) -> str:
+    recent = values[-_SPARK_CELLS:]
+    low, high = min(recent), max(recent)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((value - low) * scale)] for value in recent).rjust(_SPARK_CELLS)
+
+
+def _draw_ranks(state: dict[str, Any], width: int, most_ranks: int) -> Table:
+    waited = {entry["rank"]: entry["total"] for entry in state["waited_for"]}
+    is_running = not state["has_ended"]
+
+    def urgency(rank: dict[str, Any]) -> tuple[bool, float]:
+        return is_running and rank["last_seen_s"] > SILENT_S, waited.get(rank["rank"], 0.0)
+
+    ranks = sorted(state["ranks"], key=urgency, reverse=True)[:most_ranks]
+    left_out = len(state["ranks"]) - len(ranks)
+    table = Table(box=None, pad_edge=False, header_style="bold", caption=f"{left_out} more ranks" if left_out else None)
+    for name in ("rank", "examples", "step", "waited for", "memory", "seen"):
+        table.add_column(name, justify="right", no_wrap=True)
+    phases = [phase for phase in state["phases"] if any(rank["phases"].get(phase, 0) > 0.001 for rank in ranks)]
+    legend = [part for phase in phases for part in (("".join((_FILLS[phase][0], phase[:4])), _FILLS[phase][1]), " ")]
+    if width >= 76:
+        table.add_column(Text.assemble(*legend), no_wrap=True)
+    for rank in sorted(ranks, key=lambda rank: int(rank["rank"])):
+        bar = Text()
+        for phase in phases:
+            fill, color = _FILLS[phase]
+            bar.append(fill * round(_BAR_CELLS * rank["phases"].get(phase, 0.0)), color)
+        step, memory, seen_s = rank["step_s"], rank["memory_bytes"], rank["last_seen_s"]
+        cells: list[RenderableType] = [
+            str(rank["rank"]),
+            format_rate(rank["examples_per_s"]),
+            "" if step is None else f"{1e3 * step:.3g} ms",
+            f"{waited[rank['rank']]:.2f} s/s" if rank["rank"] in waited else "",
+            "" if memory is None else format_bytes(memory),
+            Text(f"{seen_s:.0f} s", style="bold red" if seen_s > SILENT_S and is_running else ""),
+        ]
+        table.add_row(*cells, *([bar] if width >= 76 else []))
+    return table
+
+
+def _draw_servers(servers: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("server", "rows", "memory", "traffic", "held"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for server in servers:
+        table.add_row(
+            str(server["server"]),
+            format_count(int(server["rows"])),
+            format_bytes(server["memory_bytes"]),
+            f"{format_bytes(server['bytes_per_s'])}/s",
+            "" if server["held"] is None else f"{server['held']:.0f}",
+        )
+    return table

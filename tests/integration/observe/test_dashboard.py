@@ -1,0 +1,118 @@
+"""The page of a run: its server, its token, and the report."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paceline.errors import PeerError, UsageError
+from paceline.observe.dashboard import make_report
+from paceline.observe.metrics import MetricValues
+from paceline.observe.outputs import open_outputs
+from paceline.observe.top import fetch_state, show_top
+
+
+def get(address: str, method: str = "GET") -> tuple[int, str, dict[str, str]]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, method=method), timeout=10) as answer:
+            return answer.status, answer.read().decode(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(), dict(error.headers)
+
+
+def test_a_dashboard_needs_its_token(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_outputs("paceline run", metrics="0", dashboard="0") as collector:
+        values = MetricValues()
+        values.set("paceline_members", 3.0, "workers")
+        collector.update(values)
+        metrics, page = (line.split()[-1] for line in capsys.readouterr().err.splitlines())
+        assert metrics.partition("/metrics")[0] == page.partition("/?")[0]  # equal places share one server
+        status, text, headers = get(page)
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+        assert not re.search(r"https?://(?!www.w3.org/)", text)  # the page works without a network
+        until = time.monotonic() + 20
+        while not (state := fetch_state(page)).get("members") and time.monotonic() < until:
+            time.sleep(0.05)
+        assert state["members"] == {"workers": 3.0}
+        base, _, token = page.partition("?token=")
+        for wrong in (base, f"{base}?token=", f"{base}?token={token[:-1]}", f"{base}?token=%C3%A9", f"{base}state"):
+            status, text, _ = get(wrong)
+            assert status == 403
+            assert text.startswith("Open the address that the command has printed")
+        assert get(page, "POST")[0] == 501  # no action
+        with pytest.raises(UsageError, match="wrong token"):
+            fetch_state(base)
+        console = Console(record=True, width=80)
+        show_top(page, console)
+        assert "3 workers" in console.export_text()
+    with pytest.raises(PeerError, match=r"no dashboard answers at .*: Connection refused"):
+        fetch_state(page)
+    with open_outputs("paceline run", metrics="0"), pytest.raises(PeerError, match="there is no dashboard"):
+        fetch_state(capsys.readouterr().err.split()[-1])
+    with pytest.raises(UsageError, match="expected the address"):
+        fetch_state("localhost")
+
+
+def test_a_report_is_one_page_with_the_last_figures(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    with open_outputs("paceline train", report=report) as collector:
+        values = MetricValues()
+        values.set("paceline_training_loss", 0.25)
+        collector.update(values)
+        collector.add_event("</script><script>alert(1)</script>")
+    text = report.read_text()
+    found = re.search(r"const GIVEN = (\{.*\});", text)
+    assert found is not None
+    state = json.loads(found[1])
+    assert (state["loss"], state["has_ended"]) == (0.25, True)
+    assert [event for _, event in state["events"]] == ["</script><script>alert(1)</script>"]
+    assert text.count("</script>") == 1
+    with pytest.raises(UsageError, match=r"--report .*: No such file"), open_outputs("x", report=tmp_path / "no" / "x"):
+        pass
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium")
+def test_chromium_draws_the_page(tmp_path: Path) -> None:
+    """The browser runs the page's script on the figures of a run with ranks, servers and waits."""
+    ranks = [
+        {
+            "rank": rank,
+            "examples_per_s": 10.0,
+            "step_s": 0.1,
+            "phases": {"forward": 0.5, "communication": 0.5},
+            "memory_bytes": 1e9,
+            "last_seen_s": 60.0 * (rank == 1),
+        }
+        for rank in range(2)
+    ]
+    curves = {"examples_per_s": [10.0, 20.0], "loss": [None, 0.5]}
+    empty = {name: [None, None] for name in ("staleness", "bytes_per_s", "memory_bytes", "wait_share")}
+    state = {
+        "title": "paceline run <b>", "seconds": 65.0, "has_ended": False, "examples": 1500, "done": 0.5,
+        "phases": ["data", "forward", "communication"], "series": {"time": [1.0, 2.0], **curves, **empty},
+        "members": {"servers": 1}, "epoch": 2, "failovers": 1, "ranks": ranks, "events": [[3.0, "an event"]],
+        "servers": [{"server": 0, "rows": 12345, "memory_bytes": 1e6, "bytes_per_s": 1e3, "held": 0}],
+        "waited_for": [{"rank": 1, "waits": {"0": 0.5}, "total": 0.5}],
+    }  # fmt: skip
+    page = tmp_path / "page.html"
+    page.write_bytes(make_report(state))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    drawn = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    for text in (
+        "running for 1:05, 1.50k examples, 50% done", "paceline run &lt;b&gt;</h1>", "20 examples/s", "0.5000",
+        "1 servers, view 2, 1 failover", "0: 12.3k rows", "rank 1: no report for 60 s", "10/s, step 100 ms",
+        "0.50 s per second", "an event",
+    ):  # fmt: skip
+        assert text in drawn, text
+    assert "Staleness" not in drawn or "hidden" in drawn
