@@ -95,6 +95,8 @@ class Environment:
     """``PACELINE_PULL_FILTERS``: filters for pulled rows, in the format of ``--pull-filters``; may be empty."""
     job_dir: Path | None = None
     """``PACELINE_JOB_DIR``: folder of the stacks and operations of a job's processes, set by the launcher."""
+    timeline_steps: str | None = None
+    """``PACELINE_TIMELINE_STEPS``: the steps of a timeline, such as ``100:120``, set by the launcher."""
     strategy_options: str | None = None
     """``PACELINE_STRATEGY_OPTIONS``: the options of the strategy, written by ``paceline run``."""
     snapshot_dir: Path | None = None
@@ -215,6 +217,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         replicas=_integer(found, "PACELINE_REPLICAS"),
         filters=found.get("PACELINE_FILTERS") or None,
         pull_filters=found.get("PACELINE_PULL_FILTERS"),
+        timeline_steps=found.get("PACELINE_TIMELINE_STEPS") or None,
         job_dir=_path(found, "PACELINE_JOB_DIR"),
         strategy_options=found.get("PACELINE_STRATEGY_OPTIONS") or None,
         snapshot_dir=_path(found, "PACELINE_SNAPSHOT_DIR"),

@@ -260,7 +260,7 @@ class LocalCluster(Closing):
 
     def _fork_or_spawn(self, argument: str, *, captured: bool) -> ChildProcess:
         environment = {**MALLOC, **os.environ, "PACELINE_TOKEN": self.token, "TMPDIR": str(self.scratch)}
-        environment["PACELINE_JOB_DIR"] = "" if self._job is None else str(self._job.folder)
+        environment |= {"PACELINE_JOB_DIR": ""} if self._job is None else self._job.variables
         try:
             if self._fork_server is not None:
                 return self._fork_server.fork([argument], environment=environment, captured=captured)

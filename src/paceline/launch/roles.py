@@ -14,14 +14,17 @@ from typing import TypeVar
 
 import msgspec
 
+from paceline.environment import environment
 from paceline.errors import PacelineError, PeerError
+from paceline.observe.spans.window import StepWindow
 from paceline.protocol import Role
 from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
 from paceline.ps.pulse import Pulse
+from paceline.ps.recorded_frames import RecordedFrames
 from paceline.ps.scheduler.link import LinkHooks
 from paceline.tables.memory.limit import MemoryLimit
-from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
+from paceline.transport import TLS, Endpoint, Handler, Hello, SocketTransport, new_event_loop
 from paceline.transport.backoff import reach
 
 from .supervisor import watch_parent
@@ -91,7 +94,8 @@ def run_scheduler(
             reports_ends=not with_parent,
         )
         transport = SocketTransport(token, tls=tls)
-        listener = await transport.serve(scheduler, Hello(role="scheduler", name="scheduler"), address=address)
+        hello = Hello(role="scheduler", name="scheduler")
+        listener = await transport.serve(_recorded(scheduler), hello, address=address)
         try:
             on_ready(listener.endpoint)
             ended = asyncio.ensure_future(scheduler.ended.wait())
@@ -195,7 +199,7 @@ def run_server(
                 settings, memory_limit=memory_limit, transport=transport, on_filled=report_filled, fail=fail
             )
             hello = Hello(role="server", rank=rank or 0, name=node)
-            listener = await transport.serve(server, hello, address=address)
+            listener = await transport.serve(_recorded(server), hello, address=address)
             try:
                 register = messages.Register(
                     node=node, role=Role.SERVER, address=listener.endpoint, rank=rank, is_extra=extra
@@ -231,6 +235,15 @@ def run_server(
         raise_failure()
 
     _run(serve, with_parent, fail)
+
+
+def _recorded(handler: Handler) -> Handler:
+    """Record the frames of a server or scheduler for the timeline, if the launcher writes one."""
+    settings = environment()
+    if settings.timeline_steps is not None and settings.job_dir is not None:
+        with contextlib.suppress(OSError):  # the cluster works without a timeline
+            return RecordedFrames(handler, StepWindow(settings.job_dir))
+    return handler
 
 
 def check_settings(requested: messages.ClusterSettings, joined: messages.ClusterSettings, scheduler: str) -> None:

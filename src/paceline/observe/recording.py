@@ -24,6 +24,8 @@ from typing_extensions import override
 from paceline.closing import Closing
 from paceline.environment import Environment
 from paceline.observe.metrics import Labels, MetricValues, Value
+from paceline.observe.spans.window import StepSpans, StepWindow, parse_steps
+from paceline.observe.stuck.processes import flight_recorder
 
 MAX_REPORT_BYTES: Final = 1 << 17
 REPORT_EVERY_S: Final = 1.0
@@ -57,6 +59,8 @@ class Recorder(Closing):
         self._thread = 0
         self._num_arrivals = 0
         self._arrivals: list[tuple[int, float]] = []
+        self.spans: StepSpans | None = None
+        """Records the steps for the timeline; None without one."""
 
     def begin_step(self) -> None:
         """Begin an iteration of the training loop with the phase ``data``. This ends the iteration before."""
@@ -66,6 +70,8 @@ class Recorder(Closing):
             if self._step_since is not None:
                 self._values.observe("paceline_step_seconds", time_s - self._step_since)
             self._step_since = time_s
+        if self.spans is not None:
+            self.spans.begin_step()
 
     def steps(self, batches: Iterator[_Batch]) -> Iterator[_Batch]:
         """Yield the batches of a training loop. An iteration lasts from the request of a batch to the next request."""
@@ -83,6 +89,8 @@ class Recorder(Closing):
         with self._lock:
             self._switch(None)
             self._step_since = None
+        if self.spans is not None:
+            self.spans.end_loop()
 
     def enter(self, phase: str) -> str | None:
         """Count the time from now on for `phase`, and return the phase before; None outside of the training loop."""
@@ -91,6 +99,8 @@ class Recorder(Closing):
         with self._lock:
             before = self._phase
             self._switch(phase)
+        if self.spans is not None:
+            self.spans.enter(phase)
         return before
 
     def arrive(self) -> None:
@@ -180,15 +190,20 @@ _NOT_RECORDED: Final = contextlib.nullcontext()
 
 
 def start(settings: Environment, *, rank: int | None = None) -> Recorder | None:
-    """Start recording if the launcher collects metrics (``PACELINE_METRICS``). Return the process's recorder.
+    """Start recording if the launcher collects metrics or writes a timeline. Return the process's recorder.
 
     `rank` is the number of this process; default: the launcher's number. Later calls have no effect.
     """
     global recorder, _sender
-    if settings.metrics is not None and recorder is None:
+    if recorder is None and (settings.metrics is not None or settings.timeline_steps is not None):
         rank = settings.rank or 0 if rank is None else rank
         recorder = Recorder(rank=rank, world_size=settings.world_size or 1)
-        _sender = ReportSender(recorder, settings.metrics)
+        if settings.metrics is not None:
+            _sender = ReportSender(recorder, settings.metrics)
+        if settings.timeline_steps is not None and settings.job_dir is not None:
+            with contextlib.suppress(OSError):  # the training works without a timeline
+                window = StepWindow(settings.job_dir)
+                recorder.spans = StepSpans(flight_recorder(), window, parse_steps(settings.timeline_steps))
         atexit.register(stop)
     return recorder
 

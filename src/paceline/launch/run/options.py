@@ -68,6 +68,15 @@ class RunOptions:
         "Folder for the last collectives of each rank after a failure, for torch.distributed.flight_recorder.",
         panel=_FAILURES,
     )
+    timeline: Path | None = option(
+        "Write a timeline of some steps of all processes to this file, for https://ui.perfetto.dev; as JSON, or as "
+        "protobuf if its name ends with .pftrace.",
+        panel=_COMMON,
+    )
+    timeline_steps: str | None = option(
+        "With --timeline: the first step of the training loop, from 0, and the step after the last; default 10:20.",
+        panel=_COMMON,
+    )
     nnodes: int | None = option(
         "Number of machines that each run this command, or of nodes with --on; default 1.",
         "--nnodes",

@@ -20,14 +20,18 @@ from paceline.closing import Closing
 from paceline.errors import UsageError
 from paceline.launch.engines.engine import report
 from paceline.launch.run.blame import Tracebacks
-from paceline.launch.run.plan import RankPlan
+from paceline.launch.run.options import RunOptions
+from paceline.launch.run.plan import Layout, RankPlan
 from paceline.launch.run.streams import Stream, open_logs
 from paceline.launch.screen import Screen
 from paceline.launch.supervisor import Child, Supervisor, spawn
+from paceline.observe.spans.timeline import TimelineTask, check_timeline
+from paceline.observe.spans.window import parse_steps
 from paceline.observe.stuck.jobs import LaunchedJob, start_job
 from paceline.observe.stuck.torch_files import check_directory, write_torch_files
 
 _END_S = 1.0
+_TIMELINE_STEPS = "10:20"
 
 
 class Rank:
@@ -130,20 +134,36 @@ class RankProcesses:
 class RunJob(Closing):
     """The job of this launcher. If its folder cannot be created, the run works without the files."""
 
-    def __init__(self, job: LaunchedJob | None, directory: Path | None) -> None:
+    def __init__(self, job: LaunchedJob | None, directory: Path | None, timeline: TimelineTask | None) -> None:
         """Use a job; :meth:`start` creates it."""
-        self._job, self._directory = job, directory
+        self._job, self._directory, self._timeline = job, directory, timeline
 
     @classmethod
-    def start(cls, directory: Path | None) -> RunJob:
-        """Start a job that writes the flight recorder to `directory`. Raises UsageError if this cannot be created."""
-        if directory is not None:
-            check_directory(directory)
-        return cls(start_job(), directory)
+    def start(cls, options: RunOptions, layout: Layout | None) -> RunJob:
+        """Start a job for the files that the user requests. Raises UsageError for options that are not valid.
+
+        Without a `layout`, this launcher has no ranks.
+        """
+        if options.flight_recorder is not None:
+            check_directory(options.flight_recorder)
+        steps = parse_steps(options.timeline_steps or _TIMELINE_STEPS)
+        if options.timeline is None and options.timeline_steps is not None:
+            raise UsageError(f"--timeline-steps {options.timeline_steps}: needs a file. Pass --timeline FILE too")
+        job, timeline = start_job(), None
+        if job is None and (options.timeline or options.flight_recorder):
+            report("no timeline and no flight recorder, because TMPDIR has no space or cannot be written")
+        if options.timeline is not None and layout is not None and job is not None:
+            path = options.timeline
+            path = path.with_stem(f"{path.stem}.node{layout.node}") if layout.node else path
+            check_timeline(path)
+            timeline = TimelineTask(job.folder, path, steps, len(layout.ranks), report)
+            job.variables["PACELINE_TIMELINE_STEPS"] = f"{steps.start}:{steps.stop}"
+        return cls(job, options.flight_recorder, timeline)
 
     def variables(self) -> dict[str, str]:
         """Return the variables of the ranks."""
-        return {"PACELINE_JOB_DIR": "" if self._job is None else str(self._job.folder)}
+        none = {"PACELINE_JOB_DIR": "", "PACELINE_TIMELINE_STEPS": ""}
+        return none if self._job is None else {**none, **self._job.variables}
 
     def add(self, ranks: Sequence[Rank]) -> None:
         """Add ranks that have been started."""
@@ -151,9 +171,11 @@ class RunJob(Closing):
             for rank in ranks:
                 self._job.add(f"rank {rank.rank}", rank.child.process.pid)
 
-    def write_flight_recorder(self) -> None:
-        """Write the last collectives of the ranks after a failure, if the user has requested this."""
-        if self._job is None or self._directory is None:
+    def finish(self, *, has_failed: bool) -> None:
+        """Write the requested files after the end of the ranks. The flight recorder is written only after a failure."""
+        if self._timeline is not None:
+            self._timeline.finish()
+        if self._job is None or self._directory is None or not has_failed:
             return
         try:
             written = write_torch_files([self._job.folder], self._directory)
@@ -168,5 +190,7 @@ class RunJob(Closing):
     @override
     def close(self) -> None:
         """Remove the files."""
+        if self._timeline is not None:
+            self._timeline.close()
         if self._job is not None:
             self._job.close()

@@ -90,7 +90,7 @@ def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None)
         check_log_dir(options.log_dir)
     with contextlib.ExitStack() as stack:
         collector = stack.enter_context(options.observe.open("paceline run"))
-        job = stack.enter_context(RunJob.start(options.flight_recorder))
+        job = stack.enter_context(RunJob.start(options, setup.layout))
         starting = stack.enter_context(contextlib.ExitStack())
         if placement is not None:
             starting.enter_context(_ignore_sigterm())
@@ -129,8 +129,7 @@ def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None)
 
             stack.enter_context(ClusterMetrics(SocketTransport(setup.token, tls=setup.tls), scheduler, collector))
         status = _run_ranks(options, setup, setup.layout, job, filters, pull_filters, scheduler, servers, num_wanted)
-        if status:
-            job.write_flight_recorder()
+        job.finish(has_failed=status != 0)
         if status == 0 and servers is not None:
             servers.wait_workers()
         return status

@@ -39,6 +39,8 @@ class LaunchedJob(Closing):
     def __init__(self, folder: Path, info: JobInfo, temporary: TemporaryFolder | None = None) -> None:
         """Use an existing folder, and own `temporary`; :func:`start_job` creates it."""
         self.folder, self.info, self._temporary = folder, info, temporary
+        self.variables = {"PACELINE_JOB_DIR": str(folder)}
+        """The environment variables of the job's processes."""
 
     def set_scheduler(self, address: str) -> None:
         """Set the address by which ``paceline stacks`` finds the job."""

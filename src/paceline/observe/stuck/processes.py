@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from paceline.environment import environment
 from paceline.errors import PacelineError
-from paceline.observe.stuck.recorder import BUFFER_BYTES, FlightRecorder
+from paceline.observe.stuck.recorder import BUFFER_BYTES, TIMELINE_BYTES, FlightRecorder
 
 STACK_SIGNAL: Final = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """A real-time signal, because scripts use SIGUSR1 and SIGUSR2."""
@@ -115,11 +115,12 @@ def watch(name: str, folder: Path) -> None:
     """
     with _own.lock:
         process = WatchedProcess(name, os.getpid(), find_start(os.getpid()), threading.main_thread().ident or 0)
+        num_bytes = BUFFER_BYTES if environment().timeline_steps is None else TIMELINE_BYTES
         with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
             stack, groups, events = (_open(process.path(folder, end), undo) for end in (".stack", ".groups", ".events"))
-            if os.write(events, bytes(BUFFER_BYTES)) < BUFFER_BYTES:
+            if os.write(events, bytes(num_bytes)) < num_bytes:
                 return  # a mapped file without space on the disk would kill this process
-            buffer = mmap.mmap(events, BUFFER_BYTES)
+            buffer = mmap.mmap(events, num_bytes)
             write_process(folder, process)
             undo.pop_all()
             _own.recorder, _own.files = FlightRecorder(buffer, groups), [stack, groups, events]

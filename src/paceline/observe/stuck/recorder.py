@@ -11,6 +11,7 @@ import itertools
 import mmap
 import os
 import struct
+import threading
 import time
 from typing import Final
 
@@ -20,19 +21,24 @@ from msgspec import Struct
 NUM_EVENTS: Final = 1024
 _EVENT_BYTES: Final = 256
 BUFFER_BYTES: Final = NUM_EVENTS * _EVENT_BYTES
-_WORDS: Final = struct.Struct("<6q")
+TIMELINE_BYTES: Final = 32 * BUFFER_BYTES
+"""The size of the buffer in a run with a timeline, which has 32,768 operations of each process."""
+_WORDS: Final = struct.Struct("<7q")
 _TEXT_BYTES: Final = _EVENT_BYTES - _WORDS.size
 _LENGTH: Final = struct.Struct("<H")
 _MOST_SIZES: Final = 8
 
-COLLECTIVE, MESSAGE, REQUEST = "collective", "message", "request"
+COLLECTIVE, MESSAGE, REQUEST, PHASE, FRAME = "collective", "message", "request", "phase", "frame"
 
 
 class RecordedOperation(Struct, frozen=True, array_like=True):
     """The constant part of an event."""
 
     kind: str
-    """``COLLECTIVE``, ``MESSAGE`` (between two ranks) or ``REQUEST`` (to a server)."""
+    """``COLLECTIVE``, ``MESSAGE`` (between two ranks) or ``REQUEST`` (to a server).
+
+    In a run with a timeline also ``PHASE`` (of a step) or ``FRAME`` (that a server or the scheduler handles).
+    """
     name: str
     """Such as ``all_reduce``, ``send`` or ``pull``."""
     group: int = -1
@@ -73,9 +79,14 @@ class RecordedEvent(Struct, frozen=True):
     sequence: int
     """The number of the call in its group, or of the request to its server."""
     count: int = -1
-    """The number of keys of a request; for a collective, the number of earlier collectives of the process."""
+    """The number of keys of a request, or of bytes of a frame.
+
+    For a collective, it is the number of earlier collectives of the process.
+    """
     clock: int = -1
     """The iteration of a request."""
+    thread: int = 0
+    """Python's number of the thread."""
 
 
 class FlightRecorder:
@@ -84,6 +95,7 @@ class FlightRecorder:
     def __init__(self, buffer: mmap.mmap, groups: int | None = None) -> None:
         """`groups` is the descriptor of the file for the groups; without it, the groups are not stored."""
         self._bytes = memoryview(buffer)
+        self._num_slots = len(self._bytes) // _EVENT_BYTES
         self._words = self._bytes.cast("q")
         self._numbers, self._collectives = itertools.count(1), itertools.count()
         self._groups = groups
@@ -113,15 +125,16 @@ class FlightRecorder:
     def begin(self, operation: bytes, sequence: int, count: int = -1, clock: int = -1) -> int:
         """Record the start of an operation from :meth:`RecordedOperation.encode`. Return a number for :meth:`end`."""
         number = next(self._numbers)
-        slot = number % NUM_EVENTS
-        start = slot * _EVENT_BYTES + 48
-        self._bytes[start : start + 208] = operation
+        slot = number % self._num_slots
+        start = slot * _EVENT_BYTES + 56
+        self._bytes[start : start + 200] = operation
         words, at = self._words, slot * 32
         words[at + 1] = time.time_ns()
         words[at + 2] = 0
         words[at + 3] = sequence
         words[at + 4] = count
         words[at + 5] = clock
+        words[at + 6] = threading.get_ident()
         words[at] = number
         return number
 
@@ -131,7 +144,7 @@ class FlightRecorder:
 
     def end(self, number: int, *, has_failed: bool = False) -> None:
         """Record the end of an operation."""
-        words, at = self._words, number % NUM_EVENTS * 32
+        words, at = self._words, number % self._num_slots * 32
         if words[at] == number:
             words[at + 2] = -time.time_ns() if has_failed else time.time_ns()
 
@@ -142,12 +155,15 @@ def append_line(descriptor: int, line: bytes) -> None:
         os.write(descriptor, line + b"\n")
 
 
-def read_events(data: bytes) -> list[RecordedEvent]:
-    """Return the events in a buffer, the oldest first."""
+def read_events(data: bytes, start_ns: int = 0, end_ns: int = 0) -> list[RecordedEvent]:
+    """Return the events in a buffer, the oldest first.
+
+    With `start_ns` or `end_ns`, return only events that overlap with this time.
+    """
     events = []
     for at in range(0, len(data) - _EVENT_BYTES + 1, _EVENT_BYTES):
-        number, start_ns, end_ns, sequence, count, clock = _WORDS.unpack_from(data, at)
-        if not number:
+        number, began_ns, ended_ns, sequence, count, clock, thread = _WORDS.unpack_from(data, at)
+        if not number or 0 < ended_ns < start_ns or 0 < end_ns < began_ns:
             continue
         (length,) = _LENGTH.unpack_from(data, at + _WORDS.size)
         text = data[at + _WORDS.size + _LENGTH.size :][:length]
@@ -155,7 +171,7 @@ def read_events(data: bytes) -> list[RecordedEvent]:
             operation = msgspec.json.decode(text, type=RecordedOperation)
         except msgspec.DecodeError:
             continue  # the process is writing this event
-        events.append(RecordedEvent(number, operation, start_ns, end_ns, sequence, count, clock))
+        events.append(RecordedEvent(number, operation, began_ns, ended_ns, sequence, count, clock, thread))
     return sorted(events, key=lambda event: event.number)
 
 

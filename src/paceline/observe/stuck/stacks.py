@@ -110,13 +110,15 @@ def _state(process: WatchedProcess, folder: Path, problem: str, text: str) -> Pr
     return ProcessState(process, threads, problem, events, groups)
 
 
-def read_recorder(process: WatchedProcess, folder: Path) -> tuple[list[RecordedEvent], dict[int, RecordedGroup]]:
-    """Return the last operations and the groups of a process, which may have ended."""
+def read_recorder(
+    process: WatchedProcess, folder: Path, start_ns: int = 0, end_ns: int = 0
+) -> tuple[list[RecordedEvent], dict[int, RecordedGroup]]:
+    """Return the last operations and the groups of a process, which may have ended. See :func:`read_events`."""
     data, groups = (
         path.read_bytes() if path.exists() else b""
         for path in (process.path(folder, suffix) for suffix in (".events", ".groups"))
     )
-    return read_events(data), read_groups(groups)
+    return read_events(data, start_ns, end_ns), read_groups(groups)
 
 
 def parse_stacks(text: str) -> dict[int, tuple[StackFrame, ...]]:

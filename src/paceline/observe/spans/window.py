@@ -1,0 +1,131 @@
+"""The steps of a timeline: when they begin and end, and the steps and phases of each rank during this time."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from paceline.errors import UsageError
+from paceline.observe.stuck.recorder import PHASE, FlightRecorder, RecordedOperation
+
+_NAME: Final = "window"
+_NUM_RANKS, _NUM_BEGUN, _NUM_ENDED, _START_NS, _END_NS = range(5)
+_BYTES: Final = 40
+_MOST_STEPS: Final = 1000
+
+
+def parse_steps(text: str) -> range:
+    """Return the steps of ``--timeline-steps``, such as ``100:120``. Raises UsageError."""
+    first, colon, stop = text.partition(":")
+    if not (colon and first.isdigit() and stop.isdigit() and int(first) < int(stop) <= int(first) + _MOST_STEPS):
+        raise UsageError(
+            f"--timeline-steps {text}: expected the first step and the step after the last, as in 100:120, and at most "
+            f"{_MOST_STEPS} steps"
+        )
+    return range(int(first), int(stop))
+
+
+class StepWindow:
+    """The time from the first rank's begin of the steps to the last rank's end. The processes share it in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the file in the job's folder, which the launcher has created by :meth:`create`. Raises OSError."""
+        self._file = os.open(folder / _NAME, os.O_RDWR)
+        self._words = memoryview(mmap.mmap(self._file, _BYTES)).cast("q")
+
+    @classmethod
+    def create(cls, folder: Path, num_ranks: int) -> StepWindow:
+        """Create the file for the ranks of this machine. Raises OSError."""
+        (folder / _NAME).write_bytes(num_ranks.to_bytes(8, "little").ljust(_BYTES, b"\0"))
+        return cls(folder)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a rank is in the steps."""
+        words = self._words
+        return bool(words[_NUM_BEGUN]) and words[_NUM_ENDED] < words[_NUM_RANKS]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all ranks have finished the steps."""
+        return self._words[_NUM_ENDED] >= self._words[_NUM_RANKS]
+
+    @property
+    def bounds_ns(self) -> tuple[int, int]:
+        """Start and end in nanoseconds since 1970; 0 for a time that has not come."""
+        return self._words[_START_NS], self._words[_END_NS] if self.has_ended else 0
+
+    def begin(self) -> None:
+        """Record that a rank begins the first step."""
+        self._count(_NUM_BEGUN)
+
+    def end(self) -> None:
+        """Record that a rank has finished the last step."""
+        self._count(_NUM_ENDED)
+
+    def _count(self, word: int) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            if word == _NUM_BEGUN and not self._words[word]:
+                self._words[_START_NS] = time.time_ns()
+            self._words[_END_NS] = time.time_ns()
+            self._words[word] += 1
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class StepSpans:
+    """Records the steps of a rank's training loop, and the phases of each step, while they are in the window."""
+
+    def __init__(self, recorder: FlightRecorder, window: StepWindow, steps: range) -> None:
+        self._recorder, self._window, self._steps = recorder, window, steps
+        self._number = -1
+        self._step = self._phase = 0
+        """The events of the current step and phase; 0: none is recorded."""
+
+    def begin_step(self) -> None:
+        """End the current step, and begin the next one."""
+        self._end()
+        self._number += 1
+        if self._number == self._steps.start:
+            self._window.begin()
+        if self._number == self._steps.stop:
+            self._window.end()
+        if self._number in self._steps:
+            self._step = self._recorder.begin(_STEP, self._number)
+            self.enter("data")
+
+    def enter(self, phase: str) -> None:
+        """End the current phase, and begin another one."""
+        if self._phase:
+            self._recorder.end(self._phase)
+        self._phase = 0
+        if self._step:
+            self._phase = self._recorder.begin(_phase(phase), self._number)
+
+    def end_loop(self) -> None:
+        """End the current step, because the loop has ended. The next loop continues with the next step."""
+        self._end()
+
+    def _end(self) -> None:
+        for event in (self._phase, self._step):
+            if event:
+                self._recorder.end(event)
+        self._step = self._phase = 0
+
+
+_STEP: Final = RecordedOperation(PHASE, "step").encode()
+_phases: Final[dict[str, bytes]] = {}
+
+
+def _phase(name: str) -> bytes:
+    if name not in _phases:
+        _phases[name] = RecordedOperation(PHASE, name).encode()
+    return _phases[name]

@@ -1,0 +1,75 @@
+"""``paceline run --timeline``: the steps of all processes in one file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.chrome_traces import check_chrome
+from tests.warm.processes import RANKS
+
+from .running import Commands
+
+_LOOP = """
+import sys
+import torch
+import paceline.torch as pt
+strategy = pt.strategy()
+model = torch.nn.Linear(8, 1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def loop(paceline: Commands, tmp_path: Path) -> Commands:
+    """Run commands with the script ``loop.py``, whose ranks are forked from a process that has imported torch."""
+    (tmp_path / "loop.py").write_text(_LOOP)
+    paceline.environment[RANKS] = "torch"
+    return paceline
+
+
+def test_the_timeline_has_the_steps_of_ranks_and_servers(loop: Commands, tmp_path: Path) -> None:
+    strategy = ["--strategy", "parameter-server", "--servers", "2", "--nproc-per-node", "2"]
+    finished = loop.succeed("run", *strategy, "--timeline", "t.json", "--timeline-steps", "2:5", "loop.py")
+    assert "the timeline of steps 2 to 4 is in t.json" in finished.err
+    trace = check_chrome(tmp_path / "t.json")
+    assert set(trace.processes.values()) == {"rank 0", "rank 1", "scheduler", "server 0", "server 1"}
+    spans = Counter((process, row, span["name"]) for process, row, span in trace.spans())
+    for rank in ("rank 0", "rank 1"):
+        assert [spans[rank, "main thread", f"step {number}"] for number in range(1, 6)] == [0, 1, 1, 1, 0]
+        assert spans[rank, "main thread", "backward"] == 3
+        assert spans[rank, "requests to server 1", "push"] >= 3
+    assert spans["server 0", "main thread", "push"] >= 4
+    assert trace.num_flows >= 8
+    assert {event["name"] for event in trace.kinds["C"]} == {"bytes", "staleness"}
+
+
+def test_a_loop_that_ends_before_the_steps_and_the_format_of_perfetto(loop: Commands, tmp_path: Path) -> None:
+    finished = loop.succeed("run", "--nproc-per-node", "2", "--timeline", "t.pftrace", "loop.py")
+    assert "the last operations, because the training loop did not reach step 10" in finished.err
+    content = (tmp_path / "t.pftrace").read_bytes()
+    assert content.count(b"all_reduce") >= 16
+    assert b"rank 1" in content
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--timeline", "no/t.json"], "--timeline no/t.json: cannot write it"),
+        (["--timeline-steps", "1:2"], "--timeline-steps 1:2: needs a file. Pass --timeline FILE too"),
+        (["--timeline", "t.json", "--timeline-steps", "7"], "--timeline-steps 7: expected the first step"),
+    ],
+)
+def test_bad_input(words: list[str], expected: str, loop: Commands) -> None:
+    finished = loop.run("run", *words, "loop.py")
+    assert finished.status == 2
+    assert finished.err.startswith(f"paceline: {expected}")
+    assert finished.err.count("\n") == 1
