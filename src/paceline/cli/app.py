@@ -67,7 +67,7 @@ app.command("compare", no_args_is_help=True, context_settings=_RUN_CONTEXT)(plan
 app.command("simulate")(planning.simulate)
 app.command("horovodrun", cls=PanelCommand, no_args_is_help=True, context_settings=_RUN_CONTEXT)(horovodrun.horovodrun)
 app.command("serve", no_args_is_help=True)(model.serve)
-app.command("scheduler")(roles.scheduler)
+app.command("scheduler", cls=PanelCommand)(roles.scheduler)
 app.command("server")(roles.server)
 app.command("worker")(roles.worker)
 app.command("coordinator", no_args_is_help=True)(roles.coordinator)

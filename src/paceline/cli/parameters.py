@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -26,12 +27,22 @@ _METAVARS: Final = {
     str | None: "TEXT",
 }
 """Placeholders for values in the help text, by type."""
+_OPTIONAL_PORTS: Final = {"dashboard": "0"}
+"""Options whose value, a port, may be missing, and the value in this case."""
 
 _hints = functools.partial(get_type_hints, include_extras=True)
 
 
 class PanelCommand(typer.core.TyperCommand):
-    """A command whose help lists options by panel, in the order of each panel's first option."""
+    """A command whose help lists options by panel, in the order of each panel's first option.
+
+    An option's value is not the name of another option.
+    """
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of the command line."""
+        return super().parse_args(ctx, _complete_values(args, self.get_params(ctx), ctx))
 
     @override
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -47,6 +58,27 @@ class PanelCommand(typer.core.TyperCommand):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
+
+
+def _complete_values(words: Sequence[str], parameters: Sequence[Any], context: Any) -> list[str]:
+    """Insert missing ports; end the words after another option whose value is missing, so the parser reports it."""
+    options = {name: parameter for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+    normalize = context.token_normalize_func or str
+    complete: list[str] = []
+    rest = list(words)
+    while rest and rest[0] != "--" and (rest[0].startswith("-") or context.allow_interspersed_args):
+        complete.append(rest.pop(0))
+        option = options.get(normalize(complete[-1]))
+        if option is None or not complete[-1].startswith("-") or option.is_flag or option.count:
+            continue
+        if option.name in _OPTIONAL_PORTS and not re.fullmatch(r"(.+:)?\d+", rest[0] if rest else ""):
+            complete.append(_OPTIONAL_PORTS[option.name])
+            continue
+        if rest and rest[0].startswith("--") and normalize(rest[0]) in options:
+            return complete
+        complete += rest[: option.nargs]
+        rest = rest[option.nargs :]
+    return complete + rest
 
 
 def expand_flags(command: Callable[..., None]) -> Callable[..., None]:

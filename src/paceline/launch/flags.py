@@ -127,7 +127,8 @@ class ObserveFlags:
     metrics_file: Path | None = option("File for the metrics, as lines of JSON every five seconds.")
     tensorboard: Path | None = option("Directory for the metrics in TensorBoard's format.")
     dashboard: str | None = option(
-        "Serve a page with the figures of the run; its address is printed. PORT as for --metrics.", metavar="PORT"
+        "Serve a page with the figures of the run; its address is printed. PORT as for --metrics, by default 0.",
+        metavar="[PORT]",
     )
     report: Path | None = option("File for a page with the figures of the run, written at its end.")
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from paceline.cli.app import app
-from paceline.cli.parameters import expand_flags, given_options
+from paceline.cli.parameters import PanelCommand, expand_flags, given_options
 from paceline.command_options import argument, option
 
 
@@ -87,3 +87,39 @@ def test_help_lists_common_options_first_and_every_option_in_one_panel(
     assert len(re.findall(r"(?m)^  (?:-\w, )?--", "".join(panels[1:]))) == len(options) + 1
     assert {parameter.rich_help_panel for parameter in options} == {panel.partition(":")[0] for panel in panels[2:]}
     assert max(map(len, help.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--dashboard", (None, "0", [])),
+        ("--dashboard --name a x", ("a", "0", ["x"])),
+        ("--dashboard x", (None, "0", ["x"])),
+        ("--dashboard 80 x", (None, "80", ["x"])),
+        ("--dashboard host:80 x --dashboard y", (None, "host:80", ["x", "--dashboard", "y"])),
+        ("--dashboard=80 --name=a x", ("a", "80", ["x"])),
+        ("--name -a -- --dashboard x", ("-a", None, ["--dashboard", "x"])),
+    ],
+)
+def test_the_port_of_an_option_may_be_missing(words: str, expected: tuple[str | None, str | None, list[str]]) -> None:
+    assert dashboard_command(*words.split()) == expected
+
+
+@pytest.mark.parametrize("words", ["--name --dashboard 80", "--name"])
+def test_the_name_of_an_option_is_no_value(words: str) -> None:
+    with pytest.raises(Exception, match="--name"):
+        dashboard_command(*words.split())
+
+
+def dashboard_command(*words: str) -> tuple[str | None, str | None, list[str]]:
+    """Return the values that a command with a dashboard and other words receives."""
+    received: list[tuple[str | None, str | None, list[str]]] = []
+
+    def command(name: str | None = None, dashboard: str | None = None, rest: list[str] | None = None) -> None:
+        received.append((name, dashboard, list(rest or [])))
+
+    command.__annotations__["rest"] = Annotated[list[str] | None, typer.Argument()]
+    app = typer.Typer()
+    app.command(cls=PanelCommand, context_settings={"allow_interspersed_args": False})(command)
+    typer.main.get_command(app)(list(words), standalone_mode=False)
+    return received[0]
