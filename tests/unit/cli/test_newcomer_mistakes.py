@@ -107,8 +107,8 @@ VARIABLES: list[tuple[str, Callable[[], Any], list[str]]] = [
     ("PACELINE_COORDINATOR=h:0", torch.strategy, ["PACELINE_COORDINATOR", "'h:0'", "from 1 up"]),
     ("PACELINE_COORDINATOR=h:1", torch.strategy, ["h:1", "PACELINE_TOKEN"]),
     ("PACELINE_COORDINATOR=h:1", torch.AllReduce, ["AllReduce()", "PACELINE_COORDINATOR", "strategy()"]),
-    ("PACELINE_COORDINATOR=h:1", lambda: torch.strategy("hybrid", elastic=True), ["elastic=True", "strategy hybrid"]),
-    ("PACELINE_COORDINATOR=h:1 PACELINE_STRATEGY=hybrid", torch.strategy, ["PACELINE_COORDINATOR=h:1", "all-reduce"]),
+    ("PACELINE_COORDINATOR=h:1", lambda: torch.strategy("sharded", elastic=True), ["elastic=True", "strategy sharded"]),
+    ("PACELINE_COORDINATOR=h:1 PACELINE_STRATEGY=sharded", torch.strategy, ["PACELINE_COORDINATOR=h:1", "all-reduce"]),
     ("", lambda: torch.strategy(devise="cpu"), ["option devise", "device, seed"]),
 ]
 
