@@ -65,20 +65,20 @@ def _complete_values(words: Sequence[str], parameters: Sequence[Any], context: A
     options = {name: parameter for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
     normalize = context.token_normalize_func or str
     complete: list[str] = []
-    rest = list(words)
-    while rest and rest[0] != "--" and (rest[0].startswith("-") or context.allow_interspersed_args):
-        complete.append(rest.pop(0))
+    unread = list(words)
+    while unread and unread[0] != "--" and (unread[0].startswith("-") or context.allow_interspersed_args):
+        complete.append(unread.pop(0))
         option = options.get(normalize(complete[-1]))
         if option is None or not complete[-1].startswith("-") or option.is_flag or option.count:
             continue
-        if option.name in _OPTIONAL_PORTS and not re.fullmatch(r"(.+:)?\d+", rest[0] if rest else ""):
+        if option.name in _OPTIONAL_PORTS and not re.fullmatch(r"(.+:)?\d+", unread[0] if unread else ""):
             complete.append(_OPTIONAL_PORTS[option.name])
             continue
-        if rest and rest[0].startswith("--") and normalize(rest[0]) in options:
+        if unread and unread[0].startswith("--") and normalize(unread[0]) in options:
             return complete
-        complete += rest[: option.nargs]
-        rest = rest[option.nargs :]
-    return complete + rest
+        complete += unread[: option.nargs]
+        unread = unread[option.nargs :]
+    return complete + unread
 
 
 def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
