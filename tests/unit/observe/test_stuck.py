@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError, UsageError
-from paceline.observe.stuck.jobs import find_jobs, read_processes, start_job
-from paceline.observe.stuck.processes import WatchedProcess, find_start, flight_recorder, unwatch, watch
+from paceline.observe.stuck.jobs import find_jobs, start_job
+from paceline.observe.stuck.processes import WatchedProcess, find_start, flight_recorder, read_processes, unwatch, watch
 from paceline.observe.stuck.recorder import (
     BUFFER_BYTES,
     COLLECTIVE,
@@ -203,3 +204,21 @@ def test_the_format_of_pytorch_has_sizes_dtypes_and_states() -> None:
     assert (gather["input_dtypes"], gather["record_id"], gather["collective_seq_id"]) == (["Float"], 4, 1)
     assert (scatter["profiling_name"], scatter["state"]) == ("gloo:reduce_scatter_v", "started")
     assert (barrier["profiling_name"], barrier["input_sizes"]) == ("gloo:barrier", [])
+
+
+def test_a_child_of_a_rank_is_not_shown_as_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = "from paceline.observe.stuck.processes import watch_rank; watch_rank(); input()"
+    job = start_job()
+    assert job is not None
+    with job:
+        variables = {**os.environ, **job.variables, "RANK": "1", "WORLD_SIZE": "2"}
+        command = [sys.executable, "-c", program]
+        ranks: list[subprocess.Popen[bytes]] = []
+        for _ in range(2):
+            ranks.append(subprocess.Popen(command, env=variables, stdin=subprocess.PIPE))
+            while not read_processes(job.folder):
+                assert ranks[0].poll() is None
+        ranks[1].communicate(b"\n")
+        assert [(process.name, process.pid) for process in read_processes(job.folder)] == [("rank 1", ranks[0].pid)]
+        ranks[0].communicate(b"\n")

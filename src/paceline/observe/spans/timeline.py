@@ -14,8 +14,7 @@ from paceline.closing import Closing
 from paceline.errors import UsageError
 from paceline.observe.spans.files import FlowPoint, SpanTrack, TimelineCounter, TimelineSpan, write_timeline
 from paceline.observe.spans.window import StepWindow
-from paceline.observe.stuck.jobs import read_processes
-from paceline.observe.stuck.processes import WatchedProcess
+from paceline.observe.stuck.processes import WatchedProcess, read_processes
 from paceline.observe.stuck.recorder import COLLECTIVE, FRAME, MESSAGE, PHASE, REQUEST, RecordedEvent, RecordedGroup
 from paceline.observe.stuck.report import describe
 from paceline.observe.stuck.stacks import read_recorder

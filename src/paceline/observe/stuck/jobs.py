@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -18,10 +17,8 @@ from typing_extensions import override
 
 from paceline.closing import Closing
 from paceline.errors import PacelineError, UsageError
-from paceline.observe.stuck.processes import WatchedProcess, find_start, write_process
+from paceline.observe.stuck.processes import ABOUT, WatchedProcess, find_start, read_processes, write_process
 from paceline.temporary import TemporaryFolder
-
-_ABOUT: Final = "job.json"
 
 
 class JobInfo(Struct, frozen=True):
@@ -45,7 +42,7 @@ class LaunchedJob(Closing):
     def set_scheduler(self, address: str) -> None:
         """Set the address by which ``paceline stacks`` finds the job."""
         self.info = msgspec.structs.replace(self.info, scheduler=address.removeprefix("tcp://"))
-        (self.folder / _ABOUT).write_bytes(msgspec.json.encode(self.info))
+        (self.folder / ABOUT).write_bytes(msgspec.json.encode(self.info))
 
     def add(self, name: str, pid: int) -> None:
         """Add a process, which may not be able to write its stack yet."""
@@ -88,16 +85,6 @@ def start_job(scheduler: str = "", *, cluster: Path | None = None) -> LaunchedJo
 def current_job() -> LaunchedJob | None:
     """Return the job that this process has started and not closed."""
     return next((job for job in _open_jobs if job.info.launcher.pid == os.getpid()), None)
-
-
-def read_processes(folder: Path) -> list[WatchedProcess]:
-    """Return the processes in a job's folder, also those that have ended, in the order of their names."""
-    found = []
-    for path in folder.glob("*.json"):
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            if path.name != _ABOUT:
-                found.append(msgspec.json.decode(path.read_bytes(), type=WatchedProcess))
-    return sorted(found, key=lambda process: (process.name.split()[0], process.rank or 0, process.name))
 
 
 class FoundJob(Struct, frozen=True):
@@ -168,7 +155,7 @@ def _running(owner: int, places: set[str]) -> Iterator[tuple[JobInfo, Path]]:
         for folder in (*Path(place).glob("paceline-job-*"), *Path(place).glob("paceline-cluster-*/job")):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 if folder.stat().st_uid == owner:
-                    info = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=JobInfo)
+                    info = msgspec.json.decode((folder / ABOUT).read_bytes(), type=JobInfo)
                     if info.launcher.is_alive():
                         yield info, folder
 

@@ -25,6 +25,8 @@ from paceline.observe.stuck.recorder import BUFFER_BYTES, TIMELINE_BYTES, Flight
 
 STACK_SIGNAL: Final = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """A real-time signal, because scripts use SIGUSR1 and SIGUSR2."""
+ABOUT: Final = "job.json"
+"""The file in a job's folder that describes the job."""
 
 
 class WatchedProcess(Struct, frozen=True):
@@ -99,13 +101,17 @@ def flight_recorder() -> FlightRecorder:
 
 
 def watch_rank() -> None:
-    """Let a rank of a launcher write its files. No effect in other processes."""
+    """Let a rank of a launcher write its files. No effect in other processes, such as children of a rank."""
     try:
         variables = environment()
     except PacelineError:
         return  # the program gets the error from its own call
-    if variables.job_dir is not None and variables.rank is not None and _own.recorder is None:
-        watch(f"rank {variables.rank}", variables.job_dir)
+    folder, name = variables.job_dir, f"rank {variables.rank}"
+    if folder is None or variables.rank is None or _own.recorder is not None:
+        return
+    found = (process for process in read_processes(folder) if process.name == name and process.main_thread)
+    if not any(process.is_alive() for process in found):
+        watch(name, folder)
 
 
 def watch(name: str, folder: Path) -> None:
@@ -143,6 +149,16 @@ def _open(path: Path, undo: contextlib.ExitStack) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     undo.callback(os.close, descriptor)
     return descriptor
+
+
+def read_processes(folder: Path) -> list[WatchedProcess]:
+    """Return the processes in a job's folder, also those that have ended, in the order of their names."""
+    found = []
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            if path.name != ABOUT:
+                found.append(msgspec.json.decode(path.read_bytes(), type=WatchedProcess))
+    return sorted(found, key=lambda process: (process.name.split()[0], process.rank or 0, process.name))
 
 
 def write_process(folder: Path, process: WatchedProcess, *, keeps: bool = False) -> None:

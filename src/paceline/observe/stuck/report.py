@@ -19,8 +19,9 @@ from paceline.errors import PacelineError
 from paceline.observe.stuck.recorder import COLLECTIVE, MESSAGE, REQUEST, RecordedEvent, RecordedGroup
 from paceline.observe.stuck.stacks import ProcessState, StackFrame, collect
 
+_LIBRARIES: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("platlib", "purelib", "stdlib", "scripts"))
 _OWN: Final = str(Path(__file__).parents[2]) + os.sep
-_INSTALLED: Final = (_OWN, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platlib", "purelib")), "<")
+_INSTALLED: Final = (_OWN, *_LIBRARIES, "<")
 _ONCE_IN_S: Final = 60.0
 _MOST_FRAMES: Final = 4
 """Calls inside libraries that are shown after the last call of the script."""
@@ -152,11 +153,14 @@ def _is_library(frame: StackFrame) -> bool:
 def _format_frame(frame: StackFrame) -> str:
     if frame is _OMITTED:
         return "..."
-    path = Path(frame.file)
-    source = "" if _is_library(frame) else linecache.getline(frame.file, frame.line).strip()
-    with contextlib.suppress(ValueError, OSError):
-        path = path.relative_to(Path.cwd())
-    place = str(path).rpartition(f"site-packages{os.sep}")[2]
+    source, place = "", frame.file.rpartition(f"site-packages{os.sep}")[2]
+    if _is_library(frame):
+        folders = (str(Path(__file__).parents[3]) + os.sep, *_LIBRARIES)
+        place = place.removeprefix(next((folder for folder in folders if place.startswith(folder)), ""))
+    else:
+        source = linecache.getline(frame.file, frame.line).strip()
+        with contextlib.suppress(ValueError, OSError):
+            place = str(Path(place).relative_to(Path.cwd()))
     return f"{place}, line {frame.line}, in {frame.function}" + (f": {source}" if source else "")
 
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from paceline.observe.stuck.jobs import read_processes
-from paceline.observe.stuck.processes import STACK_SIGNAL, WatchedProcess, find_state
+from paceline.observe.stuck.processes import STACK_SIGNAL, WatchedProcess, find_state, read_processes
 from paceline.observe.stuck.recorder import RecordedEvent, RecordedGroup, read_events, read_groups
 
 _PATIENCE_S: Final = 2.0

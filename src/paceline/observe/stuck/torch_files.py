@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.errors import UsageError
-from paceline.observe.stuck.jobs import read_processes
+from paceline.observe.stuck.processes import read_processes
 from paceline.observe.stuck.recorder import COLLECTIVE, RecordedEvent, RecordedGroup
 from paceline.observe.stuck.stacks import read_recorder
 
