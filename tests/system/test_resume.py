@@ -55,17 +55,19 @@ for epoch in range(int(os.environ.get("EPOCHS", 3))):
     scheduler.step()
     strategy.print("epoch", epoch, loss.item())
     strategy.save("model", epoch=epoch)
-weight = strategy.module.weight.detach()
-print("ends", strategy.world_size, -weight.min().item(), -weight.max().item(), counter.num_steps, flush=True)
+weight = strategy.gather_values()["weight"]  # complete on rank 0
+strategy.print("ends", strategy.world_size, -weight.min().item(), -weight.max().item(), counter.num_steps)
 """
 
 
 def expected(num_ranks: int) -> str:
-    """Return the expected last line of each rank. In epoch e, each sample has the weight 2^e."""
+    """Return the expected last line. In epoch e, each sample has the weight 2^e."""
     return f"ends {num_ranks} {7 / (4 * num_ranks)} {7 / (4 * num_ranks)} {60 // num_ranks}"
 
 
-@pytest.mark.parametrize(("num_ranks", "options"), [(1, []), (2, []), (2, ["--min-ranks", "2"])])
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(1, []), (2, []), (2, ["--min-ranks", "2"]), (2, ["--strategy", "sharded"])]
+)
 def test_a_script_continues_from_its_snapshot(
     paceline: Commands, tmp_path: Path, num_ranks: int, options: list[str]
 ) -> None:
@@ -78,7 +80,7 @@ def test_a_script_continues_from_its_snapshot(
     second = paceline.run(*command, "--snapshot-every", "1h", "script.py")
     assert second.status == 0, second
     assert second.err.count("the training continues in epoch 1") == 1, second.err
-    assert second.out.count(expected(num_ranks)) == num_ranks, second.out
+    assert second.out.count(expected(num_ranks)) == 1, second.out
     assert "epoch 0 " not in second.out, "rank 0 prints in an epoch that the snapshot contains"
     assert "epoch 1 " in second.out
 

@@ -207,9 +207,10 @@ def _check_flags(spec: StrategySpec, given: dict[str, Any]) -> None:
                 f"--{name.replace('_', '-')}" + ("" if given[name] is True else f" {given[name]}") for name in wrong
             )
             reason, instead = other.without_flags, ""
+            choice = "hybrid" if "min_ranks" in wrong and spec.has_servers else other.name
             if "min_ranks" in wrong and spec.only_copies:
                 reason += f", because each rank has the only copy of {spec.only_copies}"
                 instead = " and call strategy.save() and strategy.load()"
                 if spec.takes_snapshots:
                     instead = " and pass --snapshot-dir DIR, so that the next start continues from the last snapshot"
-            raise UsageError(f"strategy {spec.name} {reason}. Leave {shown} out{instead}, or choose {other.name}")
+            raise UsageError(f"strategy {spec.name} {reason}. Leave {shown} out{instead}, or choose {choice}")

@@ -134,9 +134,9 @@ class StateChunks:
     def num_bytes(self, numbers: range) -> int:
         return sum(self.sizes[numbers.start : numbers.stop])
 
-    def pack(self, numbers: Iterable[int]) -> torch.Tensor:
-        """Return a copy of chunks, on the CPU."""
-        return torch.cat([memory.cpu() for number in numbers for memory in self._memory(number)])
+    def pack(self, numbers: Iterable[int], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a copy of chunks, on the CPU; with `out`, write it there."""
+        return torch.cat([memory.cpu() for number in numbers for memory in self._memory(number)], out=out)
 
     def unpack(self, message: torch.Tensor, numbers: Iterable[int]) -> None:
         parts = [memory for number in numbers for memory in self._memory(number)]

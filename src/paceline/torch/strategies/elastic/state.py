@@ -14,7 +14,7 @@ import torch
 from paceline.collectives import Group
 from paceline.collectives.elastic import ElasticGroup
 from paceline.errors import UsageError
-from paceline.protocol.healing import HealingProgress, HealingStep, next_step, split_into_parts
+from paceline.protocol.healing import MOST_BYTES, HealingProgress, HealingStep, next_step, split_into_parts
 from paceline.torch.strategies.agreement import describe_other_names
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.checkpoints import options_of_group
@@ -47,7 +47,7 @@ def broadcast_copies(group: Group, tensors: Sequence[torch.Tensor], root: int) -
 class StateTransfer:
     """Transfers the training's state to newcomers (:mod:`paceline.protocol.healing`).
 
-    A newcomer uses one object until it is ready. A ready rank uses a new object between any two steps.
+    A rank uses one object until all newcomers are ready.
     """
 
     def __init__(self, strategy: Strategy, *, is_newcomer: bool = False) -> None:
@@ -60,6 +60,8 @@ class StateTransfer:
         """The last transfer that rank 0 has chosen."""
         self._part_bytes = 0
         """The number of bytes of its part."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        """The memory of the parts. It is used again, because the first access to new memory is slow."""
         self._description: dict[str, Any] | None = None
         """The last description that a newcomer has received, until :meth:`load`."""
         self._rest: list[torch.Tensor] = []
@@ -145,10 +147,12 @@ class StateTransfer:
         part = self._step.part
         if not part or self._chunks is None:
             return
+        if len(self._buffer) < self._part_bytes:
+            self._buffer = torch.empty(max(self._part_bytes, MOST_BYTES), dtype=torch.uint8)
+        message = self._buffer[: self._part_bytes]
         if self._progress is None:
-            group.send_part(self._chunks.pack(part))
+            group.send_part(self._chunks.pack(part, message))
         elif self._chunks.num_bytes(part) == self._part_bytes:
-            message = torch.empty(self._part_bytes, dtype=torch.uint8)
             group.receive_part(message, partial(self._load_part, message, part))
         else:  # the other ranks' optimizers have created tensors since the description
             self._progress = HealingProgress()

@@ -28,7 +28,7 @@ class ElasticTraining:
         self._paused_rank: int | None = None
         """The rank of this process before it was excluded as a straggler; None if it was not excluded."""
         self._transfer: StateTransfer | None = None
-        """Receives the state, until this process has it."""
+        """Transfers the state until all ranks have it; None while no transfer is in progress."""
         self._has_just_joined = False
         """Whether this process has joined and not begun a step since."""
         self.has_computed_alone = False
@@ -116,16 +116,16 @@ class ElasticTraining:
     def _heal(self, *, is_urgent: bool) -> None:
         """Transfer the next part of the state to newcomers; if `is_urgent`, transfer everything."""
         if not self._group.has_newcomers:
+            self._transfer = None
             return
-        transfer = self._transfer or StateTransfer(self._strategy)
+        transfer = self._transfer = self._transfer or StateTransfer(self._strategy)
         may_share_part = self._group.heal(partial(transfer.share, is_urgent=is_urgent))
-        if self._transfer is not None:
-            self._transfer.load()
+        transfer.load()
         if may_share_part:
             transfer.share_part(self._group)
             # The first call of a compiled function is slow. Load the function before all ranks wait for it.
             threading.Thread(target=checksum.compile_kernels, daemon=True).start()
-        if self._group.has_state:
+        if not self._group.has_newcomers:
             self._transfer = None
 
     def _pause(self) -> None:
