@@ -55,8 +55,10 @@ for epoch in range(int(os.environ.get("EPOCHS", 3))):
     scheduler.step()
     strategy.print("epoch", epoch, loss.item())
     strategy.save("model", epoch=epoch)
-weight = strategy.gather_values()["weight"]  # complete on rank 0
-strategy.print("ends", strategy.world_size, -weight.min().item(), -weight.max().item(), counter.num_steps)
+values = strategy.gather_values()
+if strategy.is_main:
+    least, most = -values["weight"].max().item(), -values["weight"].min().item()
+    print("ends", strategy.world_size, least, most, counter.num_steps, flush=True)
 """
 
 
@@ -118,7 +120,7 @@ def test_torchrun_restarts_all_workers_and_the_training_continues(paceline: Comm
             agent.wait()
     assert [agent.returncode for agent in agents] == [0, 0]
     assert (tmp_path / "died").exists()
-    assert all(expected(2) in output for output in outputs), outputs
+    assert any(expected(2) in output for output in outputs), outputs
 
 
 @pytest.mark.parametrize(
