@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.free_ports import two_free_ports
 from tests.warm.processes import RANKS
 
 from .running import Commands, Finished
@@ -104,3 +105,20 @@ def test_a_killed_rank_of_a_hybrid_training_is_replaced(elastic: Commands, tmp_p
     assert pushes["2"][0] >= 5, "the new rank does not train the rows"
     assert pushes["2"][1] == 0, "the new rank changes rows before it has joined"
     assert (tmp_path / "model").is_dir()
+
+
+def test_a_third_node_joins_a_hybrid_training(elastic: Commands) -> None:
+    """The servers are on the first two nodes. The third node is killed and started again."""
+    elastic.environment["PACELINE_TOKEN"] = "a secret of the tests"
+    command = ["run", "--strategy", "hybrid", "--servers", "2", "--min-ranks", "1", "--max-ranks", "3", "--nnodes", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(two_free_ports()), "--node-rank"]
+    running = [elastic.start(*command, str(node), "hybrid.py", "", "3") for node in range(3)]
+    running[2].wait_line("starts 2")
+    running[2].kill()
+    running[0].wait_line("node 2 is lost")
+    running[2] = elastic.start(*command, "2", "hybrid.py", "", "3")
+    finished = [each.wait() for each in running]
+    assert [each.status for each in finished] == [0, 0, 0], finished
+    ends = dict(found for each in finished for found in re.findall(r"ends (\d) (.*)", each.out))
+    assert ends.keys() == {"0", "1", "3"}, finished
+    assert len({*ends.values()}) == 1, "the ranks differ"

@@ -43,6 +43,8 @@ def checksums(chunks, numbers):
     return original_checksums(chunks, numbers)
 
 def split(numbers, sizes):
+    if str(incarnation) in (os.environ.get("SENDER"), os.environ.get("RECEIVER")):
+        os.kill(os.getpid(), signal.SIGKILL)  # the epoch has ended before the third part
     print("differs", sum(number < compared for number in numbers), compared, len(sizes), flush=True)
     return healing.split_into_parts(numbers, sizes)
 
@@ -96,7 +98,6 @@ def test_the_rank_that_sends_the_state_is_killed(elastic: Commands) -> None:
     last = ends(finished)
     assert last.keys() == {2, 3, 4}
     assert len(set(last.values())) == 1, "the ranks differ"
-    assert {member for member, _ in parts(finished, "send_part")} >= {0, 2}
 
 
 def test_the_rank_that_receives_the_state_is_killed(elastic: Commands) -> None:
@@ -105,4 +106,3 @@ def test_the_rank_that_receives_the_state_is_killed(elastic: Commands) -> None:
     last = ends(finished)
     assert last.keys() == {0, 2, 4}
     assert len(set(last.values())) == 1, "the ranks differ"
-    assert {member for member, _ in parts(finished, "receive_part")} == {3, 4}

@@ -287,9 +287,9 @@ class ClientCore:
         self.sequence += 1
         return self.sequence
 
-    def join(self) -> list[Instruction]:
-        """Join or rejoin the iterations at the servers' current iteration."""
-        self._join_clock, self._joined = self.clock, {}
+    def join(self, clock: int = 0) -> list[Instruction]:
+        """Join or rejoin the iterations at the servers' current iteration, or at `clock` if that is later."""
+        self._join_clock, self._joined = max(self.clock, clock), {}
         return self._request_join()
 
     @property

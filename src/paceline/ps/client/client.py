@@ -163,8 +163,8 @@ class Client:
             servers.execute(servers.core.retire())
             servers.call_all(messages.Retire())
 
-    def join(self) -> None:
-        """Join or rejoin the iterations at the other workers' current iteration."""
+    def join(self, clock: int = 0) -> None:
+        """Join or rejoin the iterations at the other workers' current iteration, or at `clock` if that is later."""
         if self.role != "worker":
             raise UsageError("an observer cannot take part in the iterations: connect without observer=True")
         servers, core = self.servers, self.servers.core
@@ -180,7 +180,7 @@ class Client:
 
         with servers.lock:
             servers.newest()
-            servers.execute(core.join())
+            servers.execute(core.join(clock))
             try:
                 servers.retry(request_remaining)
             finally:

@@ -249,6 +249,14 @@ class Strategy(Closing, ABC):
         """Return the store of the embeddings' rows."""
         return ReplicatedTables(self._ranks.group)
 
+    @property
+    def iteration(self) -> int:
+        """The number of the current iteration on servers; 0 without servers."""
+        return 0
+
+    def join_iterations(self, number: int) -> None:
+        """Take part in the servers' iterations from `number` on, on a new rank of an elastic training."""
+
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
         """Return a context in which ``backward()`` only adds to the gradients, without messages.
 

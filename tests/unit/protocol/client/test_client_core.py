@@ -249,6 +249,16 @@ def test_a_worker_joins_at_the_latest_reported_iteration() -> None:
     assert [sent[-1:] for sent in runtime.sent.values()] == [[Resync(1, 1, 7, True)], [Resync(2, 1, 7, True)]]
 
 
+def test_a_worker_joins_in_a_given_iteration() -> None:
+    """The server has not yet received the end of the other workers' iteration."""
+    runtime = Runtime()
+    runtime.view(1, {1: 0b01})
+    runtime.execute(runtime.core.join(7))
+    assert runtime.join_requests == [RequestJoin(1, 1, 7)]
+    runtime.execute(runtime.core.joined(1, 1, 7))
+    assert (runtime.core.clock, runtime.core.takes_part) == (7, True)
+
+
 def test_a_view_during_a_join_makes_the_worker_join_all_servers_again() -> None:
     runtime = Runtime()
     runtime.view(1, {1: 0b01, 2: 0b10})

@@ -40,6 +40,19 @@ class ElasticHybrid(Hybrid, ElasticAllReduce):
         """Whether this process takes part in the training, and has the training's state."""
         return self.has_joined and self._elastic.is_ready
 
+    @property
+    @override
+    def iteration(self) -> int:
+        return 0 if self._client is None else self._client.clock
+
+    @override
+    def join_iterations(self, number: int) -> None:
+        # The other ranks are in this iteration. In a later one, they and this rank would wait for each other: for this
+        # rank's gradients, and for the end of the iteration on the servers.
+        if self._client is not None:
+            self._client.join(number)
+            self._takes_part = True
+
     @override
     def _row_tables(self) -> RowTables:
         assert self._client is not None, "prepare() comes before close()"
@@ -51,9 +64,6 @@ class ElasticHybrid(Hybrid, ElasticAllReduce):
         def step(optimizer: Optimizer) -> None:
             if not self._has_effect:
                 self._retire()
-            elif self._client is not None and not self._takes_part:
-                self._client.join()
-                self._takes_part = True
             embedder.step(optimizer, self._tick, has_effect=self._has_effect and self._steps.has_samples)
 
         embedder.step_with(optimizers, step)

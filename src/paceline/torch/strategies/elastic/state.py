@@ -178,6 +178,7 @@ class StateTransfer:
                 "optimizers": groups,
                 "schedulers": [scheduler.state_dict() for scheduler in strategy.schedulers],
                 "loaders": [loader.state_dict() for loader in strategy.loaders],
+                "iteration": strategy.iteration,
             },
             "the state for new ranks",
         )
@@ -203,6 +204,8 @@ class StateTransfer:
             self._has_positions = True
             for loader, position in zip(strategy.loaders, values["loaders"], strict=True):
                 loader.load_state_dict(position)
+        if self._step.is_last:
+            strategy.join_iterations(values["iteration"])
 
     def _load_registered(self, tensors: StateTensors, description: dict[str, Any]) -> None:
         """Load the registered states, unless their tensors are in place or some of their chunks are missing."""
