@@ -69,6 +69,11 @@ class StateTransfer:
         self._has_positions = False
         """Whether a newcomer has received the positions of the loaders. From then on, it updates them itself."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the newcomers have received the whole state."""
+        return self._step.is_last
+
     def share(self, group: Group, *, is_urgent: bool) -> bool:
         """Choose the next part, or give the whole state to the newcomers. Return whether newcomers have the state.
 

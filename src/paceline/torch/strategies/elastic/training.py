@@ -125,7 +125,7 @@ class ElasticTraining:
             transfer.share_part(self._group)
             # The first call of a compiled function is slow. Load the function before all ranks wait for it.
             threading.Thread(target=checksum.compile_kernels, daemon=True).start()
-        if not self._group.has_newcomers:
+        if transfer.is_over:
             self._transfer = None
 
     def _pause(self) -> None:
