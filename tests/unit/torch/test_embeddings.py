@@ -29,7 +29,7 @@ from paceline.torch.embeddings import (
     find_embeddings,
 )
 from paceline.torch.embeddings.tables import LocalTable, RowDeclaration, RowTicket
-from paceline.torch.strategies.base import choose_device
+from paceline.torch.strategies.devices import choose_device
 
 NUM_KEYS = 10
 DIM = 4

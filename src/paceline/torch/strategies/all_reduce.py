@@ -21,8 +21,9 @@ from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
 from paceline.strategies import is_elastic
 from paceline.torch.gradient_filters import check_compression, compress, filter_hook, launcher_filters
-from paceline.torch.strategies.base import Strategy, as_one, choose_device, named_parameters
+from paceline.torch.strategies.base import Strategy, as_one, named_parameters
 from paceline.torch.strategies.deferred import is_stand_in
+from paceline.torch.strategies.devices import choose_device
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.reached import Reached, refuse_steps_in_backward
 from paceline.torch.strategies.replicas.replica import Replica, check_steps

@@ -26,6 +26,7 @@ from paceline.torch.strategies.agreement import (
     signature_of,
 )
 from paceline.torch.strategies.deferred import DeferredValues
+from paceline.torch.strategies.devices import choose_device
 from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.registered import RegisteredStates
@@ -391,28 +392,6 @@ class _Models(nn.ModuleList):
 def as_one(models: list[nn.Module]) -> nn.Module:
     """Return one module that contains all `models`; for a single model, the model itself."""
     return models[0] if len(models) == 1 else _Models(models)
-
-
-def choose_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
-    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if requested is None:
-        return torch.device("cuda", local_rank % num_cuda) if num_cuda else torch.device("cpu")
-    try:
-        device = torch.device(requested)
-    except RuntimeError as error:
-        raise UsageError(f"local rank {local_rank}: device={requested!r}: {error}") from None
-    if device.type != "cuda":
-        return device
-    if not num_cuda:
-        raise UsageError(
-            f"local rank {local_rank}: device={str(requested)!r}, but this host has no CUDA device: leave device out"
-        )
-    device = torch.device("cuda", local_rank % num_cuda) if device.index is None else device
-    if device.index >= num_cuda:
-        raise UsageError(
-            f"local rank {local_rank}: device={str(requested)!r}, but there are {num_cuda} CUDA devices here"
-        )
-    return device
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from paceline.torch.strategies.base import choose_device
+from paceline.torch.strategies.devices import choose_device
 from paceline.torch.strategies.replicas.replica_set import ReplicaValues
 from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
 

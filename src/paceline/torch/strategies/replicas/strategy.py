@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.torch.strategies.base import Strategy, choose_device
+from paceline.torch.strategies.base import Strategy
+from paceline.torch.strategies.devices import choose_device
 from paceline.torch.strategies.one_device import only_rank
 from paceline.torch.strategies.replicas.replica_set import Replicas, ReplicaValues
 

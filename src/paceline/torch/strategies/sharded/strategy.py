@@ -20,7 +20,8 @@ from paceline.environment import Timeout, environment, timedelta_of
 from paceline.meeting.rendezvous import find_rank
 from paceline.strategies import ShardingOptions, choose_sharding
 from paceline.torch.strategies.all_reduce import broadcast_values
-from paceline.torch.strategies.base import Strategy, choose_device, state_of
+from paceline.torch.strategies.base import Strategy, state_of
+from paceline.torch.strategies.devices import choose_device
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.sharded.calls import as_shard, compute_complete, refuse_copies
 from paceline.torch.strategies.sharded.parameters import (
