@@ -14,6 +14,7 @@ from paceline.meeting.reachability import check_hosts
 from paceline.meeting.rendezvous import rendezvous
 from paceline.meeting.store import MemoryStore, Store
 from paceline.meeting.world import World
+from paceline.observe import recording
 from paceline.transport import TLS, make_token
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -47,6 +48,7 @@ def init(
     with naming(None if algorithm else "PACELINE_ALGORITHM"):
         check_algorithm(algorithm or variables.algorithm)
     tls = tls or TLS.of_environment(variables)
+    recording.start(variables, rank=rank)
     meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), variables=variables, tls=tls)
     try:
         return join(

@@ -79,18 +79,28 @@ class RunHistory(MetricSink):
     @override
     def write(self, samples: Samples, *, is_last: bool) -> None:
         time_s = self._clock()
+        if is_last:
+            self._end(samples, time_s - self._start_s)
+            return
         while len(self._recent) > 1 and self._recent[1][0] <= time_s - _WINDOW_S:
             self._recent.popleft()
         before_s, before = self._recent[0] if self._recent else (self._start_s, {})
-        if time_s - before_s < 0.5 and self._state and not is_last:
-            return
         self._recent.append((time_s, samples))
         state = describe(samples, Rates(before, samples, time_s - before_s))
         with self._lock:
-            if not is_last or not self._state:  # at the end, rates are not meaningful any more
-                self._state = state
-            self._has_ended = is_last
+            self._state = state
             self._add_point(round(time_s - self._start_s, 1), state)
+
+    def _end(self, samples: Samples, seconds: float) -> None:
+        """Set the figures of the whole run. Rates are those of the time in the training loop, if it is known."""
+        in_loop: dict[str, float] = {}
+        for (rank, _), value in Rates({}, samples, 1.0).values("paceline_step_phase_seconds_total").items():
+            in_loop[rank] = in_loop.get(rank, 0.0) + value
+        state = describe(samples, Rates({}, samples, max(in_loop.values(), default=seconds)))
+        with self._lock:
+            self._state, self._has_ended = state, True
+            if not self._times:
+                self._add_point(round(seconds, 1), state)
 
     def _add_point(self, time_s: float, state: Mapping[str, Any]) -> None:
         self._num_seen += 1

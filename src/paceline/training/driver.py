@@ -218,6 +218,8 @@ class _Display:
     def show_plan(self, client: Client, plan: TrainingPlan) -> Callable[[TrainingState], None]:
         for text in find_warnings(self._sample, self._options.model.read_labels_as):
             self.warn(text)
+        if self._collector is not None:
+            self._collector.add_event(plan.sentence())
         if not self._is_quiet and plan.chosen_on and self._options.passes.blocks is None:
             self.warn(plan.sentence())
             if plan.note is not None:

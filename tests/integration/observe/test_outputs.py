@@ -6,13 +6,18 @@ import json
 import os
 import socket
 import struct
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
+from tests.free_ports import free_port
 
+from paceline import collectives
 from paceline.environment import environment
 from paceline.errors import AddressError, UsageError
 from paceline.observe import recording
@@ -92,3 +97,23 @@ def test_a_full_disk_ends_only_its_output(capsys: pytest.CaptureFixture[str]) ->
     with open_outputs("test", metrics_file=Path("/dev/full")) as collector:
         collector.add_event("event")
     assert "test: cannot write metrics: " in capsys.readouterr().err
+
+
+def test_collectives_without_a_strategy() -> None:
+    """A program that only calls `init` reports its collectives too."""
+    with open_outputs("test", metrics="0") as collector:
+        address = f"127.0.0.1:{free_port()}"
+
+        def run(rank: int) -> None:
+            with collectives.init(rank, 2, address=address) as group:
+                group.all_reduce(np.ones(1000, np.float32))
+
+        with ThreadPoolExecutor(2) as ranks:  # both ranks are in this process, so they share its recorder
+            list(ranks.map(run, range(2)))
+        recording.stop()
+        until = time.monotonic() + 20
+        while "paceline_collective_seconds" not in collector.samples() and time.monotonic() < until:
+            time.sleep(0.01)
+    samples = collector.samples()
+    assert list(samples["paceline_collective_bytes_total"].values()) == [8000]
+    assert [labels[1] for labels in samples["paceline_collective_seconds"]] == ["all_reduce"]

@@ -101,6 +101,18 @@ def test_series_are_bounded_and_cover_the_whole_run(clock: Clock) -> None:
     assert max(steps) <= 2 * min(steps)
 
 
+def test_the_end_has_the_figures_of_the_whole_run(clock: Clock) -> None:
+    history = run_for(clock, 20)
+    clock.time_s += 100.0  # outside of the training loop
+    history.write(samples_at(21), is_last=True)
+    state = history.state()
+    assert (state["has_ended"], state["seconds"], state["examples"]) == (True, 120.0, 4200)
+    assert state["examples_per_s"] == pytest.approx(200.0)
+    assert state["ranks"][1]["phases"] == pytest.approx({"forward": 0.75, "communication": 0.25})
+    assert state["series"]["time"][-1] == 20.0
+    assert "ended after 2:00" in shown(state)
+
+
 def test_nothing_is_known_at_first(clock: Clock) -> None:
     history = RunHistory("paceline train", clock=clock)
     assert shown(history.state()).splitlines() == ["paceline train", "running for 0:00"]

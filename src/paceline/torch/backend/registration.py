@@ -19,6 +19,7 @@ from paceline.errors import ConnectionLostError, DeadlineError, RankLostError
 from paceline.meeting.credentials import choose_secret, derive_token
 from paceline.meeting.rendezvous import is_loopback, own_host
 from paceline.meeting.store import SealedStore, Store, written_twice
+from paceline.observe import recording
 from paceline.observe.stuck.processes import flight_recorder
 from paceline.torch.backend.errors import Terms, in_torch_terms
 from paceline.torch.backend.process_group import PacelineProcessGroup
@@ -52,6 +53,7 @@ def join_through(
     the ranks' tokens differ.
     """
     variables = environment() if variables is None else variables
+    recording.start(variables)
     with naming("PACELINE_ALGORITHM"):
         check_algorithm(variables.algorithm)
     place = find_place(store, variables.master_addr)
