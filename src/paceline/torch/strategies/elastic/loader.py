@@ -98,7 +98,8 @@ class ElasticLoader(Loader):
     @override
     def __iter__(self) -> Iterator[Any]:
         if self._trains:
-            return self._iterate_elastic()
+            phases, batches = self._strategy.phases, self._iterate_elastic()
+            return batches if phases is None else phases.batches(batches)
         self._take_place()
         return super().__iter__()
 
