@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.horovod.context import current
+from paceline.horovod.context import Context, current
 from paceline.horovod.engine import HorovodEngine
 from paceline.horovod.entries import TensorEntry
 from paceline.horovod.execution import AVERAGE
 from paceline.horovod.process_sets import ProcessSet
 from paceline.kernels.combine import DTYPES
-from paceline.protocol.negotiation.requests import UNNAMED, TensorRequest
+from paceline.protocol.negotiation.requests import Key, TensorRequest
 
 _DTYPES: Final = {getattr(torch, name): name for name in DTYPES}
 _MOST_REQUESTS: Final = 20_000
@@ -57,7 +56,6 @@ class ResultForm:
 _calls: dict[int, tuple[HorovodEngine, Sequence[TensorEntry], ResultForm | None]] = {}
 """The engine, the entries and the form of the result of each handle."""
 _handles = itertools.count()
-_naming = threading.Lock()
 
 
 def request(
@@ -79,36 +77,26 @@ def request(
     tensors of the same shapes. None means that the shapes of the results depend on the other ranks.
     """
     context = current()
-    number = process_set.process_set_id
-    if number is None:
-        raise UsageError(f"{process_set} was not added; pass it to init() or add_process_set() first")
-    if not process_set.included():
-        raise UsageError(f"rank {context.group.rank} is not in {process_set}, so it cannot run {operation} there")
-    is_named = name is not None
-    if name is None:
-        with _naming:
-            index = context.num_unnamed.get(number, 0)
-            context.num_unnamed[number] = index + 1
-        name = f"{UNNAMED}{index}"
-    form: ResultForm | None = None
-    if is_grouped or splits is not None or not isinstance(tensors[0], Tensor):
-        form = ResultForm([not isinstance(value, Tensor) for value in tensors], is_grouped, splits)
-        tensors = [as_tensor(value, is_target=bool(in_place)) for value in tensors]
     # A training repeats its calls, so the requests of the last equal call are used again.
+    number = process_set.process_set_id
     call = (name, number, operation, reduction, root, scales, len(tensors) if is_grouped else -1)
     requests = context.requests.get(call)
+    are_arrays: Sequence[bool] = [False] * len(tensors)
     if requests is None or not all(map(_fits, requests.values(), tensors)):
-        requests = {}
-        for place, tensor in enumerate(tensors):
-            own_name = f"{name}.{place + 1}of{len(tensors)}" if is_grouped else name
-            group = f"{name}.{len(tensors)}" if is_grouped else ""
-            requests[number, own_name] = _make_request(
-                tensor, own_name, operation, reduction, root, scales, group, number
-            )
-        if is_named:
+        number = _check_member(context, process_set, operation)
+        are_arrays = [not isinstance(value, Tensor) for value in tensors]
+        tensors = [as_tensor(value, is_target=bool(in_place)) for value in tensors]
+        own_name = context.next_name(number) if name is None else name
+        requests = _make_requests(
+            tensors, own_name, operation, reduction, root, scales, is_grouped=is_grouped, process_set=number
+        )
+        if name is not None:
             if len(context.requests) >= _MOST_REQUESTS:
                 context.requests.clear()
             context.requests[call] = requests
+    form: ResultForm | None = None
+    if is_grouped or splits is not None or are_arrays[0]:
+        form = ResultForm(are_arrays, is_grouped, splits)
     outputs: Sequence[Tensor | None] = tensors
     if in_place is None:
         outputs = [None] * len(tensors)
@@ -126,32 +114,47 @@ def request(
     return handle
 
 
-def _make_request(
-    tensor: Tensor,
+def _check_member(context: Context, process_set: ProcessSet, operation: str) -> int:
+    """Return the number of a process set. Raises UsageError if this rank cannot use it."""
+    number = process_set.process_set_id
+    if number is None:
+        raise UsageError(f"{process_set} was not added; pass it to init() or add_process_set() first")
+    if not process_set.included():
+        raise UsageError(f"rank {context.group.rank} is not in {process_set}, so it cannot run {operation} there")
+    return number
+
+
+def _make_requests(
+    tensors: Sequence[Tensor],
     name: str,
     operation: str,
     reduction: str,
     root: int,
     scales: tuple[float, float],
-    group: str,
+    *,
+    is_grouped: bool,
     process_set: int,
-) -> TensorRequest:
-    if tensor.dtype == torch.bool and reduction == AVERAGE:
-        raise UsageError("booleans have no average. Pass op=Max (any rank), op=Min (all ranks), or tensor.float()")
-    return TensorRequest(
-        name,
-        operation,
-        _name_of_dtype(tensor),
-        tuple(tensor.shape),
-        tensor.nbytes,
-        reduction,
-        root,
-        float(scales[0]),
-        float(scales[1]),
-        tensor.device.type,
-        group,
-        process_set,
-    )
+) -> dict[Key, TensorRequest]:
+    requests: dict[Key, TensorRequest] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.dtype == torch.bool and reduction == AVERAGE:
+            raise UsageError("booleans have no average. Pass op=Max (any rank), op=Min (all ranks), or tensor.float()")
+        request = TensorRequest(
+            name=f"{name}.{place + 1}of{len(tensors)}" if is_grouped else name,
+            operation=operation,
+            dtype=_name_of_dtype(tensor),
+            shape=tuple(tensor.shape),
+            num_bytes=tensor.nbytes,
+            reduction=reduction,
+            root=root,
+            prescale=float(scales[0]),
+            postscale=float(scales[1]),
+            device=tensor.device.type,
+            group=f"{name}.{len(tensors)}" if is_grouped else "",
+            process_set=process_set,
+        )
+        requests[request.key] = request
+    return requests
 
 
 def _fits(request: TensorRequest, tensor: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -23,7 +24,7 @@ from paceline.horovod.stalls import StallInspector
 from paceline.horovod.traces import RankTraces
 from paceline.observe.timeline import TimelineWriter
 from paceline.protocol.negotiation.negotiator import Negotiator
-from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET, Key, TensorRequest
+from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET, UNNAMED, Key, TensorRequest
 
 _log = logging.getLogger(__name__)
 _FUSION_THRESHOLD_BYTES: Final = 128 << 20
@@ -49,6 +50,14 @@ class Context:
         """The number of unnamed requests, by process set."""
         self.requests: dict[tuple[Any, ...], dict[Key, TensorRequest]] = {}
         """The requests of the last call with each name."""
+        self._naming = threading.Lock()
+
+    def next_name(self, process_set: int) -> str:
+        """Return the name of the next unnamed request in a process set."""
+        with self._naming:
+            index = self.num_unnamed.get(process_set, 0)
+            self.num_unnamed[process_set] = index + 1
+        return f"{UNNAMED}{index}"
 
 
 _context: Context | None = None

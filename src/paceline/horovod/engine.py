@@ -352,7 +352,7 @@ class HorovodEngine:
         agreed_ns = 0 if self._recorder is None else time.monotonic_ns()
         for instruction in instructions:
             match instruction:
-                case RunOperation(requests, keys):
+                case RunOperation(requests, keys, names):
                     _log.debug("%s of %s", requests[0].operation, keys)
                     with self._lock:
                         entries = self._entries.take(keys)
@@ -364,7 +364,7 @@ class HorovodEngine:
                         self._running_set = GLOBAL_SET
                         if self._recorder is not None:
                             self._recorder.add(entries, agreed_ns, phases)
-                    self._finish(keys, entries)
+                    self._finish(names, entries)
                 case FailRequest(key, error):
                     with self._lock:
                         entries = self._entries.take([key])

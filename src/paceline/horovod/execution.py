@@ -38,8 +38,8 @@ class TensorExecutor:
         self._phases: list[tuple[str, int]] = []
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         """The memory of every fused tensor. Only one of them is in use at a time."""
-        self._fused: dict[int, tuple[Sequence[TensorRequest], Tensor, list[Tensor]]] = {}
-        """The fused tensor and its parts, by the identity of the requests."""
+        self._fused: dict[int, tuple[Sequence[TensorRequest], Tensor, list[Tensor], bool]] = {}
+        """The results of :meth:`_fusion_buffer`, by the identity of the requests."""
 
     def run(
         self, requests: Sequence[TensorRequest], entries: Sequence[TensorEntry | None]
@@ -98,8 +98,11 @@ class TensorExecutor:
         else:
             pairs = zip(requests, entries, strict=True)
             sources = [_neutral_tensor(request) if entry is None else entry.source() for request, entry in pairs]
-        fused, parts = self._fusion_buffer(requests)
-        torch._foreach_copy_(parts, sources)
+        fused, parts, are_vectors = self._fusion_buffer(requests)
+        if are_vectors:
+            torch.cat(sources, out=fused)  # takes half as long
+        else:
+            torch._foreach_copy_(parts, sources)
         self._end_phase("MEMCPY_IN_FUSION_BUFFER")
         result = _reduce(group, fused, requests[0], out=fused)
         if result.data_ptr() != fused.data_ptr():
@@ -112,8 +115,11 @@ class TensorExecutor:
             if entry is not None:
                 entry.finish(part)
 
-    def _fusion_buffer(self, requests: Sequence[TensorRequest]) -> tuple[Tensor, list[Tensor]]:
-        """Return a tensor for all tensors of an all-reduce, and its parts. Equal calls reuse them."""
+    def _fusion_buffer(self, requests: Sequence[TensorRequest]) -> tuple[Tensor, list[Tensor], bool]:
+        """Return a tensor for all tensors of an all-reduce, its parts, and whether all parts are vectors.
+
+        Equal calls reuse the tensors.
+        """
         known = self._fused.get(id(requests))
         if known is not None and known[0] is requests:
             return known[1:]
@@ -125,8 +131,9 @@ class TensorExecutor:
         fused = self._buffer[:num_bytes].view(getattr(torch, requests[0].dtype))
         sizes = [request.num_bytes // fused.element_size() for request in requests]
         parts = [part.view(request.shape) for part, request in zip(torch.split(fused, sizes), requests, strict=True)]
-        self._fused[id(requests)] = requests, fused, parts
-        return fused, parts
+        are_vectors = all(len(request.shape) == 1 for request in requests)
+        self._fused[id(requests)] = requests, fused, parts, are_vectors
+        return fused, parts, are_vectors
 
     def _broadcast(self, group: Group, request: TensorRequest, entry: TensorEntry | None) -> None:
         root = group.ranks.index(self.groups[GLOBAL_SET].ranks[request.root])

@@ -67,9 +67,11 @@ def request_all_reduce(
     is_grouped: bool = False,
 ) -> int:
     """Start the all-reduce of one tensor or of a group, and return its handle. `scales` are the two factors."""
-    reduction = reduction_of(op, average)
-    if reduction == ADASUM:
-        _check_adasum(process_set)
+    reduction = _REDUCTIONS.get(Average if op is None else op) if average is None else None
+    if reduction is None or reduction == ADASUM:
+        reduction = reduction_of(op, average)
+        if reduction == ADASUM:
+            _check_adasum(process_set)
     return request(
         ALLREDUCE,
         tensors,

@@ -82,7 +82,7 @@ class NegotiatingRanks:
         self.instructions[rank] += instructions
         for instruction in instructions:
             match instruction:
-                case RunOperation(_, keys):
+                case RunOperation(_, _, keys):
                     self.ranks[rank].finished(keys)
                 case FailRequest(key, _):
                     self.ranks[rank].finished([key])

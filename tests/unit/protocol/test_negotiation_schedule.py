@@ -71,8 +71,8 @@ def test_a_round_of_another_rank_is_run_once() -> None:
 def test_other_ranks_are_woken_if_a_round_does_not_begin_soon(awake: RoundSchedule) -> None:
     assert not begin(awake, 10.0)
     assert not act(awake, 10.001).wakes_ranks
-    assert act(awake, 10.01).wakes_ranks
-    assert not act(awake, 10.02).wakes_ranks, "they were woken"
+    assert act(awake, 10.02).wakes_ranks
+    assert not act(awake, 10.04).wakes_ranks, "they were woken"
     awake.end_vote()
     awake.is_asleep = False
     are_early = [begin(awake, 11.0) for _ in range(12)]
@@ -92,10 +92,14 @@ def test_a_woken_rank_wakes_others_too(awake: RoundSchedule) -> None:
     assert not begin(awake, 10.0)
     assert not awake.woken(0)
     assert act(awake, 10.0).wakes_ranks
+    awake.end_vote()
+    assert not begin(awake, 10.0), "no rank was late"
 
 
 def test_ranks_are_woken_at_once_if_they_may_have_no_requests(awake: RoundSchedule) -> None:
     assert begin(awake, 10.0, has_idle_ranks=True)
     assert begin(awake, 10.0, is_background=True)
+    assert begin(awake, 10.0), "the round before ran in the background"
+    assert not begin(awake, 10.0)
     awake.is_asleep = True  # the background thread could not wake them later
     assert begin(awake, 10.0)

@@ -122,8 +122,11 @@ class Negotiator:
         return self._joins or self.rank in self.joined
 
     def request(self, requests: Mapping[Key, TensorRequest]) -> None:
-        """Add requests, all or none. Raises UsageError for names in use, after :meth:`join`, and for unknown sets."""
-        if self._has_joined:
+        """Add requests of one process set, all or none.
+
+        Raises UsageError for names in use, after :meth:`join`, and for an unknown process set.
+        """
+        if self._joins or self.rank in self.joined:
             name = next(iter(requests))[1]
             raise UsageError(f"{name!r} was requested after join(); wait until join() returns")
         if not self._in_use.isdisjoint(requests):
@@ -132,9 +135,9 @@ class Negotiator:
                 "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
                 f"that is currently being processed: {name!r}. Wait for the first call, or pass a different tensor name"
             )
-        for number, _ in requests:
-            if number not in self.process_sets:
-                raise UsageError(f"process set {number} does not exist; call add_process_set() first")
+        number = next(iter(requests))[0]
+        if number not in self.process_sets:
+            raise UsageError(f"process set {number} does not exist; call add_process_set() first")
         self._in_use.update(requests)
         self._new.update(requests)
         self.needs_round = True
@@ -253,7 +256,7 @@ class Negotiator:
         self._must_report = self.needs_round = True
 
     def finished(self, keys: Iterable[Key]) -> None:
-        """Free the names of requests whose instructions the runtime has carried out."""
+        """Free the names of requests whose instructions the runtime has carried out. A set takes the least time."""
         self._in_use.difference_update(keys)
 
     def find_process_set(self, ranks: Sequence[int]) -> int | None:

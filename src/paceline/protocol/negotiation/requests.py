@@ -100,6 +100,8 @@ class RunOperation(Struct, frozen=True):
     requests: tuple[TensorRequest, ...]
     """The common parts of the ranks' requests."""
     keys: tuple[Key, ...]
+    names: frozenset[Key]
+    """The keys as a set, whose elements are found in less time."""
 
 
 class FailRequest(Struct, frozen=True):
@@ -146,4 +148,8 @@ def fuse(requests: Iterable[TensorRequest], threshold_bytes: int, *, fuses_group
         newest[kind] = batch, num_bytes
         if request.group:
             groups[kind, request.group] = batch
-    return [RunOperation(tuple(batch), tuple(request.key for request in batch)) for batch in batches]
+    operations: list[RunOperation] = []
+    for batch in batches:
+        keys = tuple(request.key for request in batch)
+        operations.append(RunOperation(tuple(batch), keys, frozenset(keys)))
+    return operations

@@ -14,11 +14,11 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 NO_ROUND: Final = -1
-GRACE_S: Final = 0.001
+GRACE_S: Final = 0.002
 """The background thread runs a round this time after the first request."""
 _TICK_S: Final = 0.004
 """After a request, the background thread stays awake for this time, because waking it for each request takes longer."""
-_LATE_S: Final = 0.002
+_LATE_S: Final = 0.01
 """If a round does not begin within this time, the background thread wakes the other ranks."""
 _NUM_EARLY: Final = 10
 """The number of rounds that wake the other ranks at once, after a round in which ranks were late."""
@@ -70,7 +70,8 @@ class RoundSchedule:
     def begin_round(self, time_s: float, *, is_background: bool, has_idle_ranks: bool) -> bool:
         """Return whether this rank must wake the other ranks before it votes."""
         wakes_ranks = is_background or has_idle_ranks or self.is_asleep or self._num_early > 0
-        self._num_early = max(self._num_early - 1, 0)
+        # After a round in the background, other ranks may sleep until this rank requests the same operations.
+        self._num_early = max(self._num_early - 1, 1 if is_background else 0)
         self._silent_since_s = None if wakes_ranks else time_s
         return wakes_ranks
 
@@ -83,11 +84,13 @@ class RoundSchedule:
         """Return the next action of the background thread. `has_pending` means that it must check the other ranks."""
         left_s = self._requested_s + GRACE_S - time_s
         runs_round = self.is_started or (needs_round and left_s <= 0)
-        silent_s = 0.0 if self._silent_since_s is None else time_s - self._silent_since_s
-        wakes_ranks = self._silent_since_s is not None and (self.is_started or silent_s >= _LATE_S)
         is_awake = needs_round or self._is_active or self._silent_since_s is not None
+        is_late = self._silent_since_s is not None and time_s - self._silent_since_s >= _LATE_S
+        wakes_ranks = is_late or (self._silent_since_s is not None and self.is_started)
+        if is_late:
+            self._num_early = _NUM_EARLY
         if wakes_ranks:
-            self._silent_since_s, self._num_early = None, _NUM_EARLY
+            self._silent_since_s = None
         timeout_s = left_s if needs_round else _TICK_S if self._is_active else _LATE_S
         self._is_active, self.is_asleep = False, not (runs_round or is_awake)
         if self.is_asleep:
