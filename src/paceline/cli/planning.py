@@ -18,7 +18,7 @@ def explain(options: ExplainOptions) -> None:
     """Predict the speed of a PyTorch script under each strategy, and explain the prediction.
 
     Runs the script for a few dozen steps without communication, and predicts its steps on the nodes that you describe.
-    The first use measures this machine, which takes one or two minutes.
+    The first use measures this machine, which takes a few minutes.
 
     Example: paceline explain train.py --epochs 3
 

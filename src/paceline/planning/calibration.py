@@ -75,20 +75,16 @@ def load_machine(ranks_per_node: int) -> Machine | None:
 
 
 def measure_machine(ranks_per_node: int, show: Callable[[str], None]) -> Machine:
-    """Measure this machine with this number of ranks, and store the result. `show` receives the current step."""
-    machine = _measure_messages(ranks_per_node, show)
-    if ranks_per_node > 1:
-        machine = _measure_strategies(machine, show)
+    """Measure this machine with two or more ranks, and store the result. `show` receives the current step."""
+    machine = _measure_strategies(_measure_messages(ranks_per_node, show), show)
     stored = StoredMachine(version=__version__, host=platform.node(), machine=machine)
     _write(_machine_file(ranks_per_node), msgspec.json.encode(stored))
     return machine
 
 
 def _measure_messages(ranks: int, show: Callable[[str], None]) -> Machine:
-    curve = Curve(((1, 0.0),))
-    if ranks > 1:
-        show("measuring all-reduce in shared memory ...")
-        curve = Curve(tuple(_all_reduce_times(BenchPlan(ranks=ranks, sizes=_SIZES, peers=("paceline",)))))
+    show("measuring all-reduce in shared memory ...")
+    curve = Curve(tuple(_all_reduce_times(BenchPlan(ranks=ranks, sizes=_SIZES, peers=("paceline",)))))
     show("measuring messages through sockets ...")
     plan = BenchPlan(ranks=2, sizes=(_SOCKET_BYTES,), peers=("paceline",), algorithm="ring")
     ((num_bytes, seconds),) = _all_reduce_times(plan)

@@ -64,9 +64,9 @@ def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[St
     """Measure each strategy and yield its comparison. The results are stored for ``paceline explain``."""
     command, ranks = check_options(options)
     chosen = [parse_contender(text, options.servers) for text in options.strategies.split(",")]
-    machine = find_machine(ranks, show)
-    profile, alone = profile_both(command, ranks, show)
     shape = ClusterShape(ranks_per_node=ranks)
+    machine = find_machine(shape, show)
+    profile, alone = profile_both(command, ranks, show)
     situation = Situation(profile=profile, alone=alone, machine=machine, shape=shape, servers=options.servers)
     predictions = [predict_step(situation, contender) for contender in chosen]  # before the runs, which take minutes
     for contender, prediction in zip(chosen, predictions, strict=True):

@@ -185,7 +185,8 @@ class ServerPlay(RankPlay):
         self.servers, self.is_separate = servers, is_separate
         ranks, cores = shape.ranks_per_node, machine.num_cores
         # All ranks together cause this processor time per byte and direction; half of it is the servers' time.
-        busy_s = cost.byte_s * min(cores, ranks + 1) / ranks / 4
+        measured = machine.ranks_per_node
+        busy_s = cost.byte_s * min(cores, measured + 1) / measured / 4
         self._client_byte_s = busy_s
         self._server_byte_s = busy_s * shape.num_ranks / servers
         # The optimizer's state is read and written. The measured costs contain the update of SGD, which has no state.

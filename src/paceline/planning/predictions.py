@@ -212,6 +212,10 @@ def predict_step(situation: Situation, contender: Contender) -> StepPrediction:
         case "sharded":
             played = play_sharded(profile, shape, machine)
         case "pipeline":
+            if len(profile.layers) < shape.num_ranks:
+                raise UsageError(
+                    f"pipeline: {len(profile.layers)} layers for {shape.num_ranks} stages. Lower --nproc-per-node"
+                )
             played = play_pipeline(profile, shape, _microbatches(situation))
         case other:
             raise AssertionError(other)

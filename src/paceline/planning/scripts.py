@@ -31,6 +31,7 @@ from paceline.temporary import TemporaryFolder
 _PATIENCE_S: Final = 300.0
 """A script must reach its training loop, and end the measured steps, in this time."""
 _END_S: Final = 5.0
+_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _FOREIGN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_SCHEDULER", "PACELINE_COORDINATOR")
 _TUTORIAL: Final = (
     "A script must train on a loader from paceline.torch.strategy().prepare(model, optimizer, loader), for at least 25 "
@@ -62,7 +63,12 @@ class MeasuredCommand:
             variables = {"PACELINE_STRATEGY": "one-device", "OMP_NUM_THREADS": str(threads)}
             for place in places:
                 place.mkdir()
-            self._run([command] * copies, [{**variables, "PACELINE_PROFILE": str(place)} for place in places])
+            devices = [{} if device is None else {_DEVICES: device} for device in _devices(copies)]
+            added = [
+                {**variables, **device, "PACELINE_PROFILE": str(place)}
+                for place, device in zip(places, devices, strict=True)
+            ]
+            self._run([command] * copies, added)
             files = [place / "profile.json" for place in places]
             return _mean([read_record(file, ModelProfile) for file in files if self._is_measured(file)])
 
@@ -113,6 +119,16 @@ class MeasuredCommand:
                         raise PeerError(f"{self.script} failed with status {status}: {printable(last, 300)}")
             finally:
                 supervisor.close(_END_S)
+
+
+def _devices(copies: int) -> list[str | None]:
+    """Return the CUDA device of each copy, if there are enough; the copies would otherwise all use the first one."""
+    given = os.environ.get(_DEVICES)
+    if given is None:
+        names = sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    else:
+        names = given.split(",")
+    return [*names[:copies]] if len(names) >= copies > 1 else [None] * copies
 
 
 def check_options(options: ScriptOptions) -> tuple[MeasuredCommand, int]:

@@ -184,7 +184,7 @@ class StepProfiler:
 
         def begin(layer: nn.Module, args: Any) -> None:
             self._current = order[layer] = self._layers[layer]
-            if isinstance(layer, SparseRows | nn.Embedding | nn.EmbeddingBag) and isinstance(args[0], Tensor):
+            if isinstance(layer, SparseRows | nn.Embedding | nn.EmbeddingBag) and args and isinstance(args[0], Tensor):
                 self._current.touched_rows += len(torch.unique(args[0]))
 
         def end(layer: nn.Module, args: Any, result: Any) -> None:
