@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.data import ClickLogSpec, write_click_log
+from paceline.temporary import remove_abandoned
 
 from .running import MARK, Commands, our_processes, wait_until
 
@@ -54,6 +55,8 @@ def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
             running.kill()
     try:
         wait_until(lambda: not our_processes(session.mark), "processes are left")
+        if any(running.process.poll() == -signal.SIGKILL for running in commands.started):
+            remove_abandoned(session.temporary)  # as the next process of Paceline would do
         wait_until(lambda: not os.listdir(session.temporary), f"left behind: {os.listdir(session.temporary)}")
     finally:  # otherwise the next test would fail too
         for process in our_processes(session.mark):

@@ -55,7 +55,7 @@ def test_phases_of_a_loop() -> None:
     phases = StepPhases(recorder, lambda model: isinstance(model, SlowModel))
     model = SlowModel()
     optimizer = SlowOptimizer(model.parameters(), lr=0.1)
-    phases.watch([model], [optimizer])
+    phases.watch([model], [optimizer], None)
     for inputs, targets in phases.batches(batches()):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs)["outputs"][0], targets).backward()

@@ -148,6 +148,29 @@ def test_the_protobuf_has_the_same_spans_and_flows(tmp_path: Path) -> None:
     assert [sorted(points) for points in arrows.values()] == [[47, 47, 48]] * 2
 
 
+def test_files_of_two_machines_can_be_joined(tmp_path: Path) -> None:
+    rank, other, server = _processes()
+    contents = []
+    for number, (processes, offset_ns) in enumerate((([rank, other], 0), ([server], 7))):
+        path = tmp_path / f"{number}.pftrace"
+        write_timeline(path, list(make_tracks(processes, may_be_joined=True)), 10 * _S, offset_ns)
+        contents.append(path.read_bytes())
+    packets = [dict(_fields(packet)) for _, packet in _fields(b"".join(contents))]
+    arrows: dict[int, list[tuple[int, int]]] = {}
+    for packet in packets:
+        for number, value in _fields(packet.get(11, b"")):
+            if number in (47, 48):
+                arrows.setdefault(value, []).append((packet[8], number))
+    assert sorted(sorted(points) for points in arrows.values()) == [
+        [(13 * _S, 47), (15 * _S - 7, 47), (18 * _S - 1, 48)],
+        [(14 * _S, 47), (17 * _S - 7, 47), (26 * _S - 1, 48)],
+        [(22 * _S - 7, 47)],
+    ]
+    descriptors = [dict(_fields(packet[60])) for packet in packets if 60 in packet]
+    assert len({descriptor[1] for descriptor in descriptors}) == len(descriptors)
+    assert len({packet[10] for packet in packets}) == 2
+
+
 def test_only_the_steps_of_the_window_are_recorded(tmp_path: Path) -> None:
     window = StepWindow.create(tmp_path, 2)
     buffer = mmap.mmap(-1, BUFFER_BYTES)

@@ -5,6 +5,7 @@ Formats: "Trace Event Format" (Chrome), and ``protos/perfetto/trace`` (Perfetto)
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+JOINABLE: Final = ".pftrace"
+"""The end of the name of a file that can be joined with files of other machines, as by ``cat``."""
+_MOST_32: Final = 0x7FFF_FFFF
 _START: Final = {"start": "s", "step": "t", "end": "f"}
 _BEGIN, _END, _INSTANT, _COUNTER = 1, 2, 3, 4
 """Types of Perfetto's events on tracks."""
@@ -53,12 +57,22 @@ class SpanTrack(NamedTuple):
     counters: Sequence[TimelineCounter] = ()
 
 
-def write_timeline(path: Path, tracks: Sequence[SpanTrack], start_ns: int) -> None:
-    """Write the tracks as protobuf if the name ends with ``.pftrace``, else as JSON. Times begin at `start_ns`."""
-    path.write_bytes(_perfetto(tracks, start_ns) if path.suffix == ".pftrace" else _chrome(tracks, start_ns))
+def write_timeline(path: Path, tracks: Sequence[SpanTrack], start_ns: int, offset_ns: int = 0) -> None:
+    """Write the tracks as protobuf if the name ends with ``.pftrace``, else as JSON.
+
+    In JSON, times begin at `start_ns`. Protobuf has times since 1970, so that files of several machines can be joined.
+    `offset_ns` is the clock of this machine minus the clock of rank 0's machine.
+    """
+    content = _perfetto(tracks, offset_ns) if path.suffix == JOINABLE else _chrome(tracks, start_ns, offset_ns)
+    path.write_bytes(content)
 
 
-def _chrome(tracks: Sequence[SpanTrack], start_ns: int) -> bytes:
+def number_of(name: str) -> int:
+    """Return a number of 48 bits for a name, which is equal on all machines."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
+
+
+def _chrome(tracks: Sequence[SpanTrack], start_ns: int, offset_ns: int) -> bytes:
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for tid, track in enumerate(tracks):
@@ -81,7 +95,8 @@ def _chrome(tracks: Sequence[SpanTrack], start_ns: int) -> bytes:
                 {"name": track.name, "ph": "C", **place, "ts": _us(counter.time_ns - start_ns), "args": values}
             )
     events.sort(key=lambda event: event["ts"])
-    about = {"start_time_since_epoch_in_micros": start_ns // 1000, "clock": "the system clock of this machine"}
+    about = {"start_time_since_epoch_in_micros": (start_ns - offset_ns) // 1000, "clock": "the clock of rank 0"}
+    about["offset_of_this_machine_ns"] = offset_ns
     return msgspec.json.encode({"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": about})
 
 
@@ -89,21 +104,23 @@ def _us(time_ns: int) -> float:
     return time_ns / 1000
 
 
-def _perfetto(tracks: Sequence[SpanTrack], start_ns: int) -> bytes:
+def _perfetto(tracks: Sequence[SpanTrack], offset_ns: int) -> bytes:
     packets: list[bytes] = []
     processes: set[int] = set()
-    for number, track in enumerate(tracks):
-        parent, uuid = 1 + track.process, 1_000_000 + number
+    start_ns = offset_ns
+    for track in tracks:
+        parent, uuid = number_of(track.process_name), number_of(f"{track.process_name}/{track.name}")
         if track.process not in processes:
             processes.add(track.process)
-            process = _message(3, _number(1, 1 + track.process) + _text(6, track.process_name))
+            process = _message(3, _number(1, parent & _MOST_32) + _text(6, track.process_name))
             packets.append(_message(60, _number(1, parent) + process))
         kind = _message(8, b"") if track.counters else b""
         packets.append(_message(60, _number(1, uuid) + _text(2, track.name) + _number(5, parent) + kind))
         for counter in track.counters:
             packets.append(_event(counter.time_ns - start_ns, _COUNTER, uuid, _number(30, counter.value)))
         packets += _perfetto_spans(track.spans, uuid, start_ns)
-    return b"".join(_message(1, packet + _number(10, 1)) for packet in packets)
+    sequence = _number(10, number_of("".join(track.process_name for track in tracks)) & _MOST_32 | 1)
+    return b"".join(_message(1, packet + sequence) for packet in packets)
 
 
 def _perfetto_spans(spans: Sequence[TimelineSpan], uuid: int, start_ns: int) -> Iterator[bytes]:

@@ -12,7 +12,15 @@ from typing_extensions import override
 
 from paceline.closing import Closing
 from paceline.errors import UsageError
-from paceline.observe.spans.files import FlowPoint, SpanTrack, TimelineCounter, TimelineSpan, write_timeline
+from paceline.observe.spans.files import (
+    JOINABLE,
+    FlowPoint,
+    SpanTrack,
+    TimelineCounter,
+    TimelineSpan,
+    number_of,
+    write_timeline,
+)
 from paceline.observe.spans.window import StepWindow
 from paceline.observe.stuck.processes import WatchedProcess, read_processes
 from paceline.observe.stuck.recorder import COLLECTIVE, FRAME, MESSAGE, PHASE, REQUEST, RecordedEvent, RecordedGroup
@@ -82,7 +90,8 @@ class TimelineTask(Closing):
         try:
             processes = read_events_of(self._folder, start_ns, end_ns)
             start_ns = start_ns or min((event.start_ns for found in processes for event in found.events), default=0)
-            write_timeline(self._path, list(make_tracks(processes)), start_ns)
+            tracks = list(make_tracks(processes, may_be_joined=self._path.suffix == JOINABLE))
+            write_timeline(self._path, tracks, start_ns, self._window.offset_ns)
         except OSError as error:
             self._report(f"cannot write the timeline {self._path}: {error.strerror}")
         else:
@@ -98,10 +107,13 @@ def read_events_of(folder: Path, start_ns: int, end_ns: int) -> list[ProcessEven
     ]
 
 
-def make_tracks(processes: Sequence[ProcessEvents]) -> Iterator[SpanTrack]:
-    """Yield the tracks of all processes: one for each thread, for requests to each server, and for each counter."""
+def make_tracks(processes: Sequence[ProcessEvents], *, may_be_joined: bool = False) -> Iterator[SpanTrack]:
+    """Yield the tracks of all processes: one for each thread, for requests to each server, and for each counter.
+
+    With `may_be_joined`, flows may begin or end in the files of other machines.
+    """
     until_ns = max((max(event.start_ns, abs(event.end_ns)) for found in processes for event in found.events), default=0)
-    flows = _flows(processes)
+    flows = _flows(processes, may_be_joined=may_be_joined)
     for number, found in enumerate(processes):
         name = found.process.name
         tracks: dict[tuple[str, int], list[RecordedEvent]] = {}
@@ -150,7 +162,7 @@ def _flow_key(process: WatchedProcess, event: RecordedEvent) -> tuple[str, int, 
     return event.operation.name, rank, server, event.sequence
 
 
-def _flows(processes: Sequence[ProcessEvents]) -> dict[tuple[str, int, int, int], int]:
+def _flows(processes: Sequence[ProcessEvents], *, may_be_joined: bool) -> dict[tuple[str, int, int, int], int]:
     """Return the numbers of the flows: pushes that have been acknowledged, and whose frame was recorded."""
     keys: dict[str, set[tuple[str, int, int, int]]] = {REQUEST: set(), FRAME: set()}
     for found in processes:
@@ -158,7 +170,8 @@ def _flows(processes: Sequence[ProcessEvents]) -> dict[tuple[str, int, int, int]
             kind = event.operation.kind
             if kind in keys and event.operation.name in _PUSHES and event.end_ns > 0:
                 keys[kind].add(_flow_key(found.process, event))
-    return {key: number for number, key in enumerate(sorted(keys[REQUEST] & keys[FRAME]), 1)}
+    found = keys[REQUEST] | keys[FRAME] if may_be_joined else keys[REQUEST] & keys[FRAME]
+    return {key: number_of(repr(key)) for key in found}
 
 
 def _lanes(spans: Sequence[TimelineSpan]) -> list[list[TimelineSpan]]:

@@ -13,8 +13,8 @@ from paceline.errors import UsageError
 from paceline.observe.stuck.recorder import PHASE, FlightRecorder, RecordedOperation
 
 _NAME: Final = "window"
-_NUM_RANKS, _NUM_BEGUN, _NUM_ENDED, _START_NS, _END_NS = range(5)
-_BYTES: Final = 40
+_NUM_RANKS, _NUM_BEGUN, _NUM_ENDED, _START_NS, _END_NS, _OFFSET_NS = range(6)
+_BYTES: Final = 48
 _MOST_STEPS: Final = 1000
 
 
@@ -59,6 +59,15 @@ class StepWindow:
         """Start and end in nanoseconds since 1970; 0 for a time that has not come."""
         return self._words[_START_NS], self._words[_END_NS] if self.has_ended else 0
 
+    @property
+    def offset_ns(self) -> int:
+        """The clock of this machine minus the clock of rank 0's machine; 0 if it was not measured."""
+        return self._words[_OFFSET_NS]
+
+    def set_offset(self, offset_ns: int) -> None:
+        """Set :attr:`offset_ns`."""
+        self._words[_OFFSET_NS] = offset_ns
+
     def begin(self) -> None:
         """Record that a rank begins the first step."""
         self._count(_NUM_BEGUN)
@@ -85,7 +94,7 @@ class StepSpans:
     """Records the steps of a rank's training loop, and the phases of each step, while they are in the window."""
 
     def __init__(self, recorder: FlightRecorder, window: StepWindow, steps: range) -> None:
-        self._recorder, self._window, self._steps = recorder, window, steps
+        self._recorder, self.window, self._steps = recorder, window, steps
         self._number = -1
         self._step = self._phase = 0
         """The events of the current step and phase; 0: none is recorded."""
@@ -95,9 +104,9 @@ class StepSpans:
         self._end()
         self._number += 1
         if self._number == self._steps.start:
-            self._window.begin()
+            self.window.begin()
         if self._number == self._steps.stop:
-            self._window.end()
+            self.window.end()
         if self._number in self._steps:
             self._step = self._recorder.begin(_STEP, self._number)
             self.enter("data")

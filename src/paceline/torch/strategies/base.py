@@ -171,7 +171,7 @@ class Strategy(Closing, ABC):
             new_models, new_optimizers = self._spread(models, optimizers)
             spread = [*new_models, *new_optimizers]
             if self.phases is not None:
-                self.phases.watch(new_models, new_optimizers)
+                self.phases.watch(new_models, new_optimizers, self._ranks.group)
         ready = {id(one): other for one, other in zip(prepared, spread, strict=True)}
         for part in parts:
             if id(part) not in ready and part is not loader and hasattr(part, "step") and hasattr(part, "state_dict"):

@@ -5,6 +5,7 @@ Times are those of the training thread. On a GPU, an operation counts where the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.collectives import Group
+from paceline.collectives.clocks import clock_offsets
 from paceline.observe.recording import Recorder
 
 
@@ -27,8 +30,14 @@ class StepPhases:
         self._backward = -1
         """torch's number of the last backward."""
 
-    def watch(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-        """Record the forwards and backwards of `models`, and the steps of `optimizers`."""
+    def watch(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], group: Group | None) -> None:
+        """Record the forwards and backwards of `models`, and the steps of `optimizers`.
+
+        All ranks of the `group` must call this method. For a timeline, they compare the clocks of their machines.
+        """
+        spans = self._recorder.spans
+        if spans is not None and group is not None and len(set(group.hosts)) > 1:
+            spans.window.set_offset(group.broadcast_object(clock_offsets(group, time.time_ns))[group.rank])
         for model in models:
             model.register_forward_pre_hook(self._begin_forward)
             model.register_forward_hook(self._end_forward)
