@@ -170,8 +170,8 @@ def _flows(processes: Sequence[ProcessEvents], *, may_be_joined: bool) -> dict[t
             kind = event.operation.kind
             if kind in keys and event.operation.name in _PUSHES and event.end_ns > 0:
                 keys[kind].add(_flow_key(found.process, event))
-    found = keys[REQUEST] | keys[FRAME] if may_be_joined else keys[REQUEST] & keys[FRAME]
-    return {key: number_of(repr(key)) for key in found}
+    chosen = keys[REQUEST] | keys[FRAME] if may_be_joined else keys[REQUEST] & keys[FRAME]
+    return {key: number_of(repr(key)) for key in chosen}
 
 
 def _lanes(spans: Sequence[TimelineSpan]) -> list[list[TimelineSpan]]:
