@@ -55,7 +55,7 @@ def run_rank(rank: int, size: int, steps: int, folder: str) -> None:
     plain, recorded = make_model(), make_model()
     optimizers = {model: torch.optim.SGD(model.parameters(), lr=0.01) for model in (plain, recorded)}
     phases = StepPhases(recorder, lambda model: True)
-    phases.watch([recorded], [optimizers[recorded]])
+    phases.watch([recorded], [optimizers[recorded]], None)
     batch, seconds = torch.randn(_ROWS, _WIDTH), {plain: [0.0], recorded: [0.0]}
     for number in range(2 * steps):
         model = recorded if number % 2 else plain
