@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import mmap
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from paceline.collectives import Group
+from paceline.collectives.clocks import clock_offsets
 from paceline.observe.recording import Recorder
+from paceline.observe.spans.window import StepSpans, StepWindow
+from paceline.observe.stuck.recorder import BUFFER_BYTES, FlightRecorder
+from paceline.testing.ranks import run_ranks
 from paceline.torch.strategies.step_phases import StepPhases, num_examples, tensors_in
 
 PAUSE_S = 0.02
+HOUR_NS = 3600 * 10**9
 
 
 class _Slow(torch.autograd.Function):
@@ -80,3 +88,29 @@ def test_tensors_and_examples_of_a_batch() -> None:
     assert [tensor.shape[0] for tensor in tensors_in(batch)] == [3, 1]
     assert num_examples(batch) == 3
     assert num_examples("text") == num_examples(torch.tensor(1.0)) == 1
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 0, 0]])
+def test_ranks_of_several_hosts_compare_their_clocks_for_a_timeline(
+    hosts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of host 1 is an hour ahead."""
+    monkeypatch.setattr(
+        "paceline.torch.strategies.step_phases.clock_offsets",
+        lambda group, clock: clock_offsets(group, lambda: clock() + hosts[group.rank] * HOUR_NS),
+    )
+
+    def measure(group: Group) -> float:
+        folder = tmp_path / str(group.rank)
+        folder.mkdir()
+        recorder = Recorder(rank=group.rank, world_size=group.size)
+        window = StepWindow.create(folder, 1)
+        recorder.spans = StepSpans(FlightRecorder(mmap.mmap(-1, BUFFER_BYTES)), window, range(1))
+        StepPhases(recorder, lambda model: False).watch([], [], group)
+        offset_ns = window.offset_ns
+        window.close()
+        return offset_ns
+
+    offsets = run_ranks(3, measure, hosts=hosts)
+    assert offsets[:2] == [0, 0]  # rank 0's clock is the reference, and rank 1 is not the first rank of its host
+    assert offsets[2] == pytest.approx(hosts[2] * HOUR_NS, abs=10**9)

@@ -37,7 +37,9 @@ class StepPhases:
         """
         spans = self._recorder.spans
         if spans is not None and group is not None and len(set(group.hosts)) > 1:
-            spans.window.set_offset(group.broadcast_object(clock_offsets(group, time.time_ns))[group.rank])
+            offsets_ns = group.broadcast_object(clock_offsets(group, time.time_ns))
+            if group.hosts.index(group.hosts[group.rank]) == group.rank:  # the first rank of its host
+                spans.window.set_offset(offsets_ns[group.rank])
         for model in models:
             model.register_forward_pre_hook(self._begin_forward)
             model.register_forward_hook(self._end_forward)
