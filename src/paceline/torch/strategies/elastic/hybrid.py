@@ -15,9 +15,9 @@ from paceline.torch.strategies.hybrid import Hybrid
 class ElasticHybrid(Hybrid, ElasticAllReduce):
     """Embeddings on servers; all other parameters by all-reduce over ranks that may die, and join, during the training.
 
-    Servers apply each rank's gradients of rows separately. So if a rank dies during a step, the servers may have
-    applied its gradients of rows, although the other ranks repeat the step without it. A new rank sends gradients of
-    rows, and takes part in the servers' iterations, when it has the training's state.
+    A rank sends its gradients of rows after all ranks have agreed on the step. If it dies between these events, the
+    servers lack the gradients of rows of its last batch, or a part of them. A new rank sends gradients of rows, and
+    takes part in the servers' iterations, when it has the training's state.
 
     The options are those of :class:`~paceline.torch.strategies.hybrid.Hybrid` that
     :class:`~paceline.torch.strategies.elastic.strategy.ElasticAllReduce` supports. `global_batch` is not supported.
