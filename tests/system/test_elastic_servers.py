@@ -28,7 +28,7 @@ def push(tables, pushes):
     original(tables, pushes)
 
 original, ClusterTables.push = ClusterTables.push, push
-strategy = pt.strategy(bucket_mb=0.0001)
+strategy = pt.strategy(bucket_mb=0.0001, timeout=300)
 torch.manual_seed(0)
 
 class Clicks(nn.Module):
@@ -57,12 +57,14 @@ strategy.module.dense[2].weight.register_hook(die)
 print("starts", incarnation, flush=True)
 for epoch in itertools.count():
     for inputs, targets in loader:
-        time.sleep(0.01)
+        time.sleep(0.01 + 0.3 * (incarnation == "1" and os.path.exists("slow")))
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         num_steps += strategy.has_joined
-        if incarnation == last and num_steps == 5:
+        if incarnation == "1" and not strategy.has_joined:
+            Path("slow").unlink(missing_ok=True)
+        if incarnation == last and num_steps >= 5 and not os.path.exists("slow"):
             Path("done").touch()
     scheduler.step()
     if strategy.has_joined and strategy.reduce(float(epoch >= 6 and os.path.exists("done")), "min"):
@@ -85,26 +87,47 @@ def elastic(paceline: Commands, tmp_path: Path) -> Commands:
     return paceline
 
 
-def run(elastic: Commands, strategy: str, *options: str) -> Finished:
-    ranks = ["--min-ranks", "1", "--nproc-per-node", "2", "--servers", "1"]
-    return elastic.run("run", "--strategy", strategy, *ranks, *options)
+def run(elastic: Commands, *options: str) -> Finished:
+    return elastic.run("run", "--strategy", "hybrid", "--servers", "1", "--min-ranks", "1", *options)
+
+
+def check_ends(finished: list[Finished], *members: str) -> None:
+    """Check that these members ended, with equal dense parameters and rows."""
+    found = dict(match for each in finished for match in re.findall(r"ends (\d) (.*)", each.out))
+    assert found.keys() == {*members}, finished
+    assert len({*found.values()}) == 1, "the ranks differ"
+    assert float(found[members[0]].split()[1]) < 0.05, found
+
+
+def pushes(finished: Finished, member: str) -> tuple[int, int]:
+    """Return how often a member sent gradients of rows, while it took part and while it computed alone."""
+    found = re.search(rf"pushes {member} (\d+) (\d+)", finished.out)
+    assert found is not None, finished
+    return int(found[1]), int(found[2])
 
 
 @pytest.mark.parametrize("options", [[], ["--consistency", "sequential"]])
 def test_a_killed_rank_of_a_hybrid_training_is_replaced(elastic: Commands, tmp_path: Path, options: list[str]) -> None:
-    finished = run(elastic, "hybrid", *options, "hybrid.py", "1", "2")
+    finished = run(elastic, "--nproc-per-node", "2", *options, "hybrid.py", "1", "2")
     assert finished.status == 0, finished
     assert "rank 1 was killed by SIGKILL" in finished.err
     assert finished.out.count("starts 0") == 1, "restarted"
-    ends = dict(re.findall(r"ends (\d) (.*)", finished.out))
-    assert ends.keys() == {"0", "2"}, finished
-    assert len({*ends.values()}) == 1, "the ranks differ"
-    assert float(ends["0"].split()[1]) < 0.05, finished.out
-    found = re.findall(r"pushes (\d) (\d+) (\d+)", finished.out)
-    pushes = {member: (int(joined), int(alone)) for member, joined, alone in found}
-    assert pushes["2"][0] >= 5, "the new rank does not train the rows"
-    assert pushes["2"][1] == 0, "the new rank changes rows before it has joined"
+    check_ends([finished], "0", "2")
+    num_joined, num_alone = pushes(finished, "2")
+    assert num_joined >= 5, "the new rank does not train the rows"
+    assert num_alone == 0, "the new rank changes rows before it has joined"
     assert (tmp_path / "model").is_dir()
+
+
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.thorough), ["--consistency", "sequential"]])
+def test_a_slow_rank_of_a_hybrid_training_is_left_out(elastic: Commands, tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "slow").touch()
+    finished = run(elastic, "--nproc-per-node", "3", "--drop-stragglers", "5", *options, "hybrid.py", "", "1")
+    assert finished.status == 0, finished
+    assert "rank 1 is left out" in finished.err
+    assert "rank 1 has recovered" in finished.err
+    check_ends([finished], "0", "1", "2")
+    assert pushes(finished, "1")[1] == 0, "the slow rank changes rows while it is left out"
 
 
 def test_a_third_node_joins_a_hybrid_training(elastic: Commands) -> None:
@@ -119,6 +142,4 @@ def test_a_third_node_joins_a_hybrid_training(elastic: Commands) -> None:
     running[2] = elastic.start(*command, "2", "hybrid.py", "", "3")
     finished = [each.wait() for each in running]
     assert [each.status for each in finished] == [0, 0, 0], finished
-    ends = dict(found for each in finished for found in re.findall(r"ends (\d) (.*)", each.out))
-    assert ends.keys() == {"0", "1", "3"}, finished
-    assert len({*ends.values()}) == 1, "the ranks differ"
+    check_ends(finished, "0", "1", "3")

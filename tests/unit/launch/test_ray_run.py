@@ -37,7 +37,7 @@ def test_values_and_resources(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> 
         node = placement.launcher
         return 0, {rank: pickle.dumps((pickle.dumps((rank, num_cores)), None, "")) for rank in (2 * node, 2 * node + 1)}
 
-    values = _run_ranks(monkeypatch, run_node, num_nodes=2, nproc_per_node=2, cpus_per_rank=1)
+    values = _run_ranks(monkeypatch, run_node, num_nodes=2, nproc_per_node=2, cpus_per_rank=1, timeout=60)
     assert values == [(0, 2), (1, 2), (2, 2), (3, 2)]
     assert groups == [[{"CPU": 2}] * 2] * 2
     assert ray.groups == []
