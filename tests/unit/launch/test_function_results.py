@@ -1,15 +1,21 @@
-"""The values and failures of ranks that call a function, without processes."""
+"""The values and failures of ranks that call a function."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.errors import PeerError
-from paceline.launch.functions.call import RankResults
+from paceline.launch.fork_server import module_command
+from paceline.launch.functions.call import RankResults, pickle_call
+from paceline.launch.functions.node import run_program
+from paceline.launch.functions.rank import RANK_MODULE
 
 
 def value(result: Any) -> bytes:
@@ -48,9 +54,10 @@ def test_a_consequence_without_a_cause_is_raised_at_the_end() -> None:
         results.raise_cause()
 
 
-def test_a_rank_without_a_report() -> None:
+@pytest.mark.parametrize("status", [-signal.SIGKILL, 128 + signal.SIGKILL])
+def test_a_rank_without_a_report(status: int) -> None:
     results = RankResults(["node a"], 2)
-    results.add_end(0, -signal.SIGKILL, {0: value(1)})
+    results.add_end(0, status, {0: value(1)})
     with pytest.raises(PeerError, match=r"rank 1 on the node a .*SIGKILL"):
         results.raise_cause()
 
@@ -81,3 +88,19 @@ def test_a_lost_node() -> None:
     results.add_loss(1, "it has ended")
     with pytest.raises(PeerError, match="node b has failed: it has ended"):
         results.raise_cause()
+
+
+def die_on_rank_1(started: Path) -> None:
+    """Rank 1 is killed after rank 0 has started."""
+    if os.environ["RANK"] == "0":
+        started.touch()
+        time.sleep(60)
+    while not started.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_and_a_rank_that_the_launcher_ends(tmp_path: Path) -> None:
+    command = module_command("paceline", "run", "--nproc-per-node", "2", "--module", RANK_MODULE)
+    status, reports = run_program(command, pickle_call(die_on_rank_1, (tmp_path / "started",)), {})
+    assert (status, reports) == (128 + signal.SIGKILL, {0: b""})

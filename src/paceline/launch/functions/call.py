@@ -90,7 +90,8 @@ class RankResults:
         ended = [rank for rank in self._ranks_of(number) if not reports.get(rank)]
         silent = [rank for rank in ended if rank not in reports] or ended
         if silent and (status != 1 or not self._failures):  # the status is 1 if a rank has raised an exception
-            text = f"{name_ranks(silent)} on the {node} {describe_status(status)}, and returned no value"
+            cause_of_end = describe_status(128 - status if status > 128 else status)  # 128 + N: killed by signal N
+            text = f"{name_ranks(silent)} on the {node} {cause_of_end}, and returned no value"
             self._add(RankFailure(silent[0], status, ()), PeerError(f"{text}. See the output of the ranks"))
 
     def add_loss(self, number: int, reason: str) -> None:
