@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -63,7 +64,7 @@ class MeasuredCommand:
             variables = {"PACELINE_STRATEGY": "one-device", "OMP_NUM_THREADS": str(threads)}
             for place in places:
                 place.mkdir()
-            devices = [{} if device is None else {_DEVICES: device} for device in _devices(copies)]
+            devices = [{} if device is None else {_DEVICES: device} for device in devices_of(copies)]
             added = [
                 {**variables, **device, "PACELINE_PROFILE": str(place)}
                 for place, device in zip(places, devices, strict=True)
@@ -118,10 +119,10 @@ class MeasuredCommand:
                         last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
                         raise PeerError(f"{self.script} failed with status {status}: {printable(last, 300)}")
             finally:
-                supervisor.close(_END_S)
+                supervisor.close(_END_S, signal.SIGTERM)
 
 
-def _devices(copies: int) -> list[str | None]:
+def devices_of(copies: int) -> list[str | None]:
     """Return the CUDA device of each copy, if there are enough; the copies would otherwise all use the first one."""
     given = os.environ.get(_DEVICES)
     if given is None:

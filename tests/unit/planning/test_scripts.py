@@ -1,0 +1,28 @@
+"""The measurements of several processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.planning.scripts import devices_of, measured_examples_per_s, measured_step_s
+from paceline.strategies.profile import StepRecord
+
+
+@pytest.mark.parametrize(
+    ("given", "copies", "devices"),
+    [("0,1,3", 2, ["0", "1"]), ("0,1", 3, [None] * 3), ("", 2, [None] * 2), ("0,1", 1, [None])],
+)
+def test_each_copy_has_its_device(
+    monkeypatch: pytest.MonkeyPatch, given: str, copies: int, devices: list[str | None]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert devices_of(copies) == devices
+
+
+def test_steps_of_several_ranks() -> None:
+    records = [
+        StepRecord(rank=rank, batch_size=8, steps_s=steps_s, ends_s=(), losses=())
+        for rank, steps_s in enumerate([(1.0, 1.0, 9.0), (2.0, 2.0, 2.0)])
+    ]
+    assert measured_step_s(records) == 1.5
+    assert measured_examples_per_s(records) == 8 / 1 + 8 / 2
