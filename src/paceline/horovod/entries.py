@@ -82,14 +82,14 @@ class EntryTable:
 
         A training repeats its operations, so the order of the last equal operation is used again.
         """
-        present = list(self._entries)
+        present = list(self._entries) if len(keys) == len(self._entries) > 1 else []
         known, order_of, sort = self._orders.get(id(keys), ((), [], tuple))
-        if known is keys and order_of == present:
+        if present and known is keys and order_of == present:
             self._running = sort(list(self._entries.values()))
             self._entries.clear()
             return self._running
         self._running = [self._entries.pop(key, None) for key in keys]
-        if not self._entries and len(present) == len(keys) > 1:
+        if present and not self._entries:
             if len(self._orders) >= _MOST_ORDERS:
                 self._orders.clear()
             places = {key: place for place, key in enumerate(present)}
