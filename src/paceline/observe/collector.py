@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
@@ -28,6 +29,7 @@ _EVERY_S: Final = 1.0
 SILENT_S: Final = 5.0
 """A rank is silent after this time without a report."""
 _VARIABLE: Final = "PACELINE_METRICS"
+_MAX_EVENTS: Final = 200
 _MAX_OPEN_EXCHANGES: Final = 1024
 _MAX_RANKS: Final = 1 << 16
 
@@ -43,13 +45,19 @@ class MetricSink(Closing):
 
 
 class ExchangeTimes:
-    """Compares the times at which the ranks were ready for the same exchange of gradients."""
+    """Compares the times at which the ranks were ready for the same exchange of gradients.
+
+    The comparison ends when a rank has a new process, because this process counts its exchanges from 1.
+    """
 
     def __init__(self) -> None:
         self._open: dict[int, dict[int, float]] = {}
+        self._processes: dict[int, int] = {}
 
     def add(self, report: RankReport) -> Iterator[tuple[int, int, float]]:
         """Add a rank's times. Yield rank, last rank and seconds for each rank that was earlier than the last one."""
+        if self._processes.setdefault(report.rank, report.process) != report.process:
+            return
         for number, time_s in report.arrivals:
             times = self._open.setdefault(number, {})
             times[report.rank] = time_s
@@ -66,23 +74,26 @@ class Collector(Closing):
 
     def __init__(
         self,
-        sinks: Sequence[MetricSink] = (),
         *,
         warn: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`warn` receives a sentence if a sink fails; the other sinks continue."""
-        self._sinks, self._warn, self._clock = list(sinks), warn, clock
+        self._sinks: list[MetricSink] = []
+        self._warn, self._clock = warn, clock
         self._lock = threading.Lock()
         self._values = MetricValues()
         self._reports: dict[int, tuple[RankReport, float]] = {}
         self._silent: set[int] = set()
         self._exchange_times = ExchangeTimes()
-        self.events: list[tuple[float, str]] = []
-        """Time (of the monotonic clock) and text of each event, such as a change of the members."""
+        self._events: deque[tuple[float, str]] = deque(maxlen=_MAX_EVENTS)
         self._closing = contextlib.ExitStack()
         self._is_closed = False
         self._thread: threading.Thread | None = None
+
+    def add_sink(self, sink: MetricSink) -> None:
+        """Pass the values to this sink too, and own it. Call this before :meth:`start`."""
+        self._sinks.append(sink)
 
     def start(self) -> None:
         """Open the socket, start the thread, and set ``PACELINE_METRICS`` for the processes that start later."""
@@ -104,13 +115,13 @@ class Collector(Closing):
 
     @override
     def close(self) -> None:
-        """Write the last values to the sinks, and close the sinks. Idempotent."""
+        """Write the last values to the sinks if the collector was started, and close the sinks. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._thread is not None:
             self._thread.join()
-        self._write(is_last=True)
+            self._write(is_last=True)
         for sink in self._sinks:
             sink.close()
         self._closing.close()
@@ -123,7 +134,12 @@ class Collector(Closing):
     def add_event(self, text: str) -> None:
         """Record an event of the run."""
         with self._lock:
-            self.events.append((self._clock(), text))
+            self._events.append((self._clock(), text))
+
+    def recent_events(self) -> list[tuple[float, str]]:
+        """Return time (of the monotonic clock) and text of the last events, such as a change of the members."""
+        with self._lock:
+            return list(self._events)
 
     def receive(self, datagram: bytes) -> None:
         """Process a rank's report. Malformed reports and values are dropped."""
@@ -136,10 +152,10 @@ class Collector(Closing):
         with self._lock:
             before, _ = self._reports.get(report.rank, (report, 0.0))
             if before.process != report.process:
-                self.events.append((self._clock(), f"rank {report.rank} has a new process"))
+                self._events.append((self._clock(), f"rank {report.rank} has a new process"))
             if report.rank in self._silent:
                 self._silent.remove(report.rank)
-                self.events.append((self._clock(), f"rank {report.rank} reports again"))
+                self._events.append((self._clock(), f"rank {report.rank} reports again"))
             self._reports[report.rank] = report, self._clock()
             for rank, last, seconds in self._exchange_times.add(report):
                 self._values.add("paceline_wait_seconds_total", seconds, str(rank), str(last))
@@ -165,7 +181,7 @@ class Collector(Closing):
             for rank, (_, seen_s) in self._reports.items():
                 if time_s - seen_s > SILENT_S and rank not in self._silent:
                     self._silent.add(rank)
-                    self.events.append((time_s, f"rank {rank} has sent no report for {SILENT_S:g} s"))
+                    self._events.append((time_s, f"rank {rank} has sent no report for {SILENT_S:g} s"))
 
     def _run(self, listener: socket.socket) -> None:
         due_s = time.monotonic() + _EVERY_S

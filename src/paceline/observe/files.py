@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.observe.collector import MetricSink
-from paceline.observe.metrics import METRICS, Labels, Samples, as_json
+from paceline.observe.history import Rates
+from paceline.observe.metrics import METRICS, Samples, as_json
 
 _EVERY_S: Final = 5.0
 
@@ -55,7 +56,7 @@ class TensorBoard(MetricSink):
             ) from None
         self._writer: Any = SummaryWriter(str(directory))
         self._start_s = self._last_s = time.monotonic()
-        self._before: dict[tuple[str, Labels], tuple[float, float]] = {}
+        self._before: Samples = {}
 
     @override
     def write(self, samples: Samples, *, is_last: bool) -> None:
@@ -64,19 +65,15 @@ class TensorBoard(MetricSink):
         if passed_s <= 0.0 or (passed_s < _EVERY_S and not is_last):
             return
         self._last_s = time_s
+        rates, self._before = Rates(self._before, samples, passed_s), samples
         for name, values in samples.items():
             metric = METRICS[name]
-            for labels, value in values.items():
+            suffix = {"gauge": "", "counter": "/per_second", "histogram": "/mean"}[metric.kind]
+            shown = values if metric.kind == "gauge" else rates.values(name, means=metric.kind == "histogram")
+            for labels, value in shown.items():
+                assert not isinstance(value, list)
                 tag = "/".join([name, *(f"{key}_{text}" for key, text in zip(metric.labels, labels, strict=True))])
-                now = (value[0], sum(value[1:])) if isinstance(value, list) else (value, passed_s)
-                before = self._before.get((name, labels), (0.0, 0.0))
-                self._before[name, labels] = now
-                if metric.kind == "gauge":
-                    self._add(tag, now[0])
-                elif metric.kind == "counter":
-                    self._add(f"{tag}/per_second", (now[0] - before[0]) / passed_s)
-                elif now[1] > before[1]:
-                    self._add(f"{tag}/mean", (now[0] - before[0]) / (now[1] - before[1]))
+                self._add(tag + suffix, value)
         self._writer.flush()
 
     def _add(self, tag: str, value: float) -> None:

@@ -18,7 +18,6 @@ from paceline.observe.metrics import PHASES, Labels, Samples, Value
 
 MAX_POINTS: Final = 600
 """Longer series are thinned to half of their points."""
-_MAX_EVENTS: Final = 200
 _WINDOW_S: Final = 5.0
 _MAX_WAITED_FOR: Final = 16
 
@@ -130,7 +129,7 @@ class RunHistory(MetricSink):
                 "phases": PHASES,
                 "series": {"time": list(self._times), **{name: list(values) for name, values in self._series.items()}},
             }
-        events = [] if self.collector is None else self.collector.events[-_MAX_EVENTS:]
+        events = [] if self.collector is None else self.collector.recent_events()
         state["events"] = [[round(time_s - self._start_s, 1), text] for time_s, text in events]
         return state
 

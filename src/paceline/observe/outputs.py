@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError
-from paceline.observe.collector import Collector, MetricSink
+from paceline.observe.collector import Collector
 from paceline.observe.metrics import check_prometheus, exposition
 from paceline.observe.web import Page, WebRequest, WebServer
 
@@ -33,7 +33,8 @@ def open_outputs(
     Raises UsageError for an output that is not available, and AddressError for a port in use.
     """
     with contextlib.ExitStack() as stack:
-        sinks: list[MetricSink] = []
+        collector = Collector(warn=lambda text: print(f"{command}: {text}", file=sys.stderr, flush=True))
+        stack.callback(collector.close)
         if metrics is not None:
             check_prometheus()
         if metrics_file is not None or tensorboard is not None:
@@ -41,23 +42,21 @@ def open_outputs(
 
             if metrics_file is not None:
                 with _naming("--metrics-file", metrics_file):
-                    sinks.append(MetricLines(metrics_file))
+                    collector.add_sink(MetricLines(metrics_file))
             if tensorboard is not None:
                 with _naming("--tensorboard", tensorboard):
-                    sinks.append(TensorBoard(tensorboard))
+                    collector.add_sink(TensorBoard(tensorboard))
         history: RunHistory | None = None
         if dashboard is not None or report is not None:
             from paceline.observe.history import RunHistory
 
             history = RunHistory(" ".join([command, *sys.argv[2:]]))
-            sinks.append(history)
+            collector.add_sink(history)
         if report is not None:
             from paceline.observe.dashboard import ReportFile
 
             assert history is not None
-            sinks.append(ReportFile(report, history))  # after the history, whose last figures it needs
-        collector = Collector(sinks, warn=lambda text: print(f"{command}: {text}", file=sys.stderr, flush=True))
-        stack.callback(collector.close)
+            collector.add_sink(ReportFile(report, history))  # after the history, whose last figures it needs
         servers: dict[str, WebServer] = {}
         if metrics is not None:
             server = servers[metrics] = stack.enter_context(WebServer(metrics, "--metrics"))

@@ -8,7 +8,7 @@ from http.client import HTTPException
 from typing import Any, Final
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -22,6 +22,8 @@ from paceline.observe.table import format_bytes, format_count, format_duration, 
 
 _EVERY_S: Final = 1.0
 _TIMEOUT_S: Final = 5.0
+_MOST_FAILURES: Final = 3
+"""After this number of failed requests one after another, the run has ended."""
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
 _SPARK_CELLS: Final = 24
 _BAR_CELLS: Final = 20
@@ -38,6 +40,8 @@ _FILLS: Final = {
 _HEADER_LINES: Final = 9
 _EVENTS_SHOWN: Final = 3
 
+_opener = build_opener(ProxyHandler({}))  # no proxy receives the token
+
 
 def fetch_state(url: str) -> dict[str, Any]:
     """Return the figures that a dashboard at `url` serves.
@@ -48,7 +52,7 @@ def fetch_state(url: str) -> dict[str, Any]:
     if parts.scheme != "http" or not parts.netloc:
         raise UsageError(f"{url}: expected the address that --dashboard has printed, http://HOST:PORT/?token=TOKEN")
     try:
-        with urlopen(f"http://{parts.netloc}/state?{parts.query}", timeout=_TIMEOUT_S) as answer:
+        with _opener.open(f"http://{parts.netloc}/state?{parts.query}", timeout=_TIMEOUT_S) as answer:
             found: dict[str, Any] = msgspec.json.decode(answer.read(), type=dict[str, Any])
             return found
     except HTTPError as error:
@@ -67,6 +71,7 @@ def show_top(url: str, console: Console) -> None:
     if not console.is_terminal:
         console.print(draw(state, console.width, most_ranks=1 << 16))
         return
+    num_failures = 0
     with Live(console=console, screen=False, auto_refresh=False) as live:
         while True:
             room = console.height - _HEADER_LINES - _EVENTS_SHOWN - len(state.get("servers", ()))
@@ -75,9 +80,10 @@ def show_top(url: str, console: Console) -> None:
                 return
             time.sleep(_EVERY_S)
             try:
-                state = fetch_state(url)
+                state, num_failures = fetch_state(url), 0
             except PeerError:
-                state = {**state, "has_ended": True}
+                num_failures += 1
+                state = {**state, "has_ended": num_failures >= _MOST_FAILURES}
 
 
 def draw(state: dict[str, Any], width: int, most_ranks: int) -> RenderableType:

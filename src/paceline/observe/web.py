@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class WebServer(Closing):
         self.routes: dict[str, Callable[[WebRequest], Page]] = {}
         host, port = parse_place(text, option)
         handler = type("_RoutedHandler", (_PageHandler,), {"pages": self.routes})
-        server_class = _ServerOverIPv6 if ":" in host else ThreadingHTTPServer
+        server_class = _ServerOverIPv6 if ":" in host else _Server
         try:
             self._server = server_class((host, port), handler)
         except OSError as error:
@@ -59,7 +60,6 @@ class WebServer(Closing):
             raise AddressError(
                 f"{option} {text}: cannot listen on {host}:{port}: {reason}. Choose another port, or 0 for a free one"
             ) from None
-        self._server.daemon_threads = True
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
@@ -74,7 +74,15 @@ class WebServer(Closing):
         self._server.server_close()
 
 
-class _ServerOverIPv6(ThreadingHTTPServer):
+class _Server(ThreadingHTTPServer):
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing if the browser has closed the connection."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+class _ServerOverIPv6(_Server):
     address_family = socket.AF_INET6
 
 

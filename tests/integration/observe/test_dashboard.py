@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
+import struct
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +22,7 @@ from paceline.observe.dashboard import make_report
 from paceline.observe.metrics import MetricValues
 from paceline.observe.outputs import open_outputs
 from paceline.observe.top import fetch_state, show_top
+from paceline.observe.web import Page, WebRequest, WebServer, parse_place
 
 
 def get(address: str, method: str = "GET") -> tuple[int, str, dict[str, str]]:
@@ -30,7 +34,7 @@ def get(address: str, method: str = "GET") -> tuple[int, str, dict[str, str]]:
             return error.code, error.read().decode(), dict(error.headers)
 
 
-def test_a_dashboard_needs_its_token(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dashboard_needs_its_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with open_outputs("paceline run", metrics="0", dashboard="0") as collector:
         values = MetricValues()
         values.set("paceline_members", 3.0, "workers")
@@ -54,6 +58,7 @@ def test_a_dashboard_needs_its_token(capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(UsageError, match="wrong token"):
             fetch_state(base)
         console = Console(record=True, width=80)
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
         show_top(page, console)
         assert "3 workers" in console.export_text()
     with pytest.raises(PeerError, match=r"no dashboard answers at .*: Connection refused"):
@@ -82,6 +87,35 @@ def test_a_report_is_one_page_with_the_last_figures(tmp_path: Path) -> None:
         pass
 
 
+def test_a_browser_that_leaves_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with WebServer("0", "--dashboard") as server:
+        asked, may_answer = threading.Event(), threading.Event()
+
+        threads = []
+
+        def answer(request: WebRequest) -> Page:
+            threads.append(threading.current_thread())
+            asked.set()
+            assert may_answer.wait(20)
+            return Page(bytes(1 << 24), "text/plain")
+
+        server.routes["/"] = answer
+        with socket.create_connection(parse_place(server.address.removeprefix("http://"), "")) as browser:
+            browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            browser.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert asked.wait(20)
+        may_answer.set()
+        threads[0].join(20)
+    assert capsys.readouterr().err == ""
+
+
+def test_outputs_that_cannot_start_write_no_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    with pytest.raises(UsageError), open_outputs("x", report=report, metrics="99999"):
+        pass
+    assert report.read_bytes() == b""
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium")
 def test_chromium_draws_the_page(tmp_path: Path) -> None:
     """The browser runs the page's script on the figures of a run with ranks, servers and waits."""
@@ -108,11 +142,13 @@ def test_chromium_draws_the_page(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_bytes(make_report(state))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
-    drawn = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    tree = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    left_out = r"<(style|script)>.*?</\1>|<section[^>]* hidden.*?</section>"
+    drawn = re.sub(left_out, "", tree, flags=re.DOTALL)
     for text in (
         "running for 1:05, 1.50k examples, 50% done", "paceline run &lt;b&gt;</h1>", "20 examples/s", "0.5000",
         "1 servers, view 2, 1 failover", "0: 12.3k rows", "rank 1: no report for 60 s", "10/s, step 100 ms",
         "0.50 s per second", "an event",
     ):  # fmt: skip
         assert text in drawn, text
-    assert "Staleness" not in drawn or "hidden" in drawn
+    assert "Staleness" not in drawn  # it has no values

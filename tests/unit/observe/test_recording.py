@@ -109,6 +109,9 @@ def test_waits_for_the_last_rank() -> None:
     assert list(times.add(report(1, (1, 12.0)))) == []
     assert sorted(times.add(report(2, (1, 11.0), (2, 21.0)))) == [(0, 1, 2.0), (2, 1, 1.0)]
     assert sorted(times.add(report(1, (2, 20.5)))) == [(0, 2, 1.0), (1, 2, 0.5)]
+    # A new process of rank 1 counts from 1, so its numbers are those of other exchanges.
+    assert list(times.add(report(0, (3, 30.0)))) == list(times.add(report(2, (3, 31.0)))) == []
+    assert list(times.add(RankReport(1, 3, 7, {}, ((1, 80.0), (2, 81.0), (3, 82.0))))) == []
 
 
 def test_a_collector_adds_ranks_and_drops_malformed_reports(recorder: Recorder, clock: Clock) -> None:
@@ -130,12 +133,12 @@ def test_a_collector_adds_ranks_and_drops_malformed_reports(recorder: Recorder, 
     assert samples["paceline_rank_last_seen_seconds"] == {("1",): 4.0, ("2",): 4.0}
     assert "unknown" not in samples
     collector.find_silent()
-    assert not collector.events
+    assert not collector.recent_events()
     clock.time_s += 4.0
     collector.find_silent()
     collector.find_silent()
     collector.receive(msgspec.msgpack.encode(RankReport(2, 2, 1, {})))
-    assert [text for _, text in collector.events] == [
+    assert [text for _, text in collector.recent_events()] == [
         "rank 1 has sent no report for 5 s",
         "rank 2 has sent no report for 5 s",
         "rank 2 has a new process",

@@ -20,6 +20,7 @@ from msgspec import Struct
 
 NUM_EVENTS: Final = 1024
 _EVENT_BYTES: Final = 256
+_EVENT_WORDS: Final = _EVENT_BYTES // 8
 BUFFER_BYTES: Final = NUM_EVENTS * _EVENT_BYTES
 TIMELINE_BYTES: Final = 32 * BUFFER_BYTES
 """The size of the buffer in a run with a timeline, which has 32,768 operations of each process."""
@@ -126,9 +127,10 @@ class FlightRecorder:
         """Record the start of an operation from :meth:`RecordedOperation.encode`. Return a number for :meth:`end`."""
         number = next(self._numbers)
         slot = number % self._num_slots
-        start = slot * _EVENT_BYTES + 56
-        self._bytes[start : start + 200] = operation
-        words, at = self._words, slot * 32
+        start = slot * _EVENT_BYTES + _WORDS.size
+        words, at = self._words, slot * _EVENT_WORDS
+        words[at] = 0  # the event is incomplete
+        self._bytes[start : start + _TEXT_BYTES] = operation
         words[at + 1] = time.time_ns()
         words[at + 2] = 0
         words[at + 3] = sequence
@@ -144,7 +146,7 @@ class FlightRecorder:
 
     def end(self, number: int, *, has_failed: bool = False) -> None:
         """Record the end of an operation."""
-        words, at = self._words, number % self._num_slots * 32
+        words, at = self._words, number % self._num_slots * _EVENT_WORDS
         if words[at] == number:
             words[at + 2] = -time.time_ns() if has_failed else time.time_ns()
 
