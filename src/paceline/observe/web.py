@@ -52,7 +52,7 @@ class WebServer(Closing):
         self.routes: dict[str, Callable[[WebRequest], Page]] = {}
         host, port = parse_place(text, option)
         handler = type("_RoutedHandler", (_PageHandler,), {"pages": self.routes})
-        server_class = _ServerOverIPv6 if ":" in host else _Server
+        server_class = _ServerOverIPv6 if ":" in host else _QuietServer
         try:
             self._server = server_class((host, port), handler)
         except OSError as error:
@@ -74,7 +74,7 @@ class WebServer(Closing):
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
+class _QuietServer(ThreadingHTTPServer):
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing if the browser has closed the connection."""
@@ -82,7 +82,7 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _ServerOverIPv6(_Server):
+class _ServerOverIPv6(_QuietServer):
     address_family = socket.AF_INET6
 
 
