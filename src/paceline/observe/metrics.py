@@ -51,8 +51,8 @@ METRICS: Final = _define(
         "paceline_step_phase_seconds_total",
         "counter",
         ("rank", "phase"),
-        "Time of the training loop by phase: data, forward, backward, compute (forward and backward of click models), "
-        "communication (the loop waits for messages), optimizer and other.",
+        "Time of the training loop by phase: data, forward (from the batch to backward), backward, compute (of click "
+        "models), communication (the loop waits for messages), optimizer and other.",
     ),
     Metric(
         "paceline_wait_seconds_total",

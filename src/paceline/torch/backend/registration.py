@@ -53,7 +53,7 @@ def join_through(
     the ranks' tokens differ.
     """
     variables = environment() if variables is None else variables
-    recording.start(variables)
+    recording.start(variables, rank=rank if variables.rank is None else None)
     with naming("PACELINE_ALGORITHM"):
         check_algorithm(variables.algorithm)
     place = find_place(store, variables.master_addr)

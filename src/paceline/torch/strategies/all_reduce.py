@@ -168,9 +168,6 @@ class AllReduce(Strategy):
             replica.register_comm_hook(replica.process_group, filter_hook(self._filters))
         return replica
 
-    def _is_exchange(self, model: nn.Module) -> bool:
-        return self._ranks.group is not None and bool(getattr(model, "require_backward_grad_sync", False))
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which ``backward()`` only adds to this rank's gradients.

@@ -171,7 +171,7 @@ class Strategy(Closing, ABC):
             new_models, new_optimizers = self._spread(models, optimizers)
             spread = [*new_models, *new_optimizers]
             if self.phases is not None:
-                self.phases.watch(new_models, new_optimizers, self._ranks.group)
+                self.phases.watch(new_optimizers, self._ranks.group)
         ready = {id(one): other for one, other in zip(prepared, spread, strict=True)}
         for part in parts:
             if id(part) not in ready and part is not loader and hasattr(part, "step") and hasattr(part, "state_dict"):
@@ -242,8 +242,8 @@ class Strategy(Closing, ABC):
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         """Distribute models, which are already on the device, and optimizers. Return those for the training loop."""
 
-    def _is_exchange(self, model: nn.Module) -> bool:
-        """Return whether the end of this backward of `model` waits until all ranks have reached it."""
+    def _is_exchange(self) -> bool:
+        """Return whether the ranks exchange gradients after each ``backward()``, for which all ranks wait."""
         return False
 
     def _row_tables(self) -> RowTables:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.collectives import Group
 from paceline.errors import UsageError
 from paceline.torch.strategies.base import warn
+from paceline.torch.strategies.step_phases import begin_exchange
 
 _AT_ONCE = 1 << 20  # maximum number of elements in one all-reduce, unless a parameter is larger
 _NUM_CHECKED = 256  # elements of each gradient that are checked for NaN, which usually spreads to all elements
@@ -111,6 +112,8 @@ class Reached:
             self._sums[parameter] = (grad if grad.numel() <= _NUM_CHECKED else grad.reshape(-1)[:_NUM_CHECKED]).sum()
 
     def _backward_ended(self) -> None:
+        # torch calls this function before DistributedDataParallel's, which waits for the averages.
+        begin_exchange(is_for_all=self._is_averaged)
         if not self._is_averaged and not self._is_held:
             self.average_later(self._parameters)
         self._is_averaged = False

@@ -10,28 +10,39 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.collectives import Group
 from paceline.collectives.clocks import clock_offsets
+from paceline.observe import recording
 from paceline.observe.recording import Recorder
 
 
 class StepPhases:
     """Records the phases of one strategy's training loop.
 
-    After backward, ``communication`` lasts until all gradients are exchanged. `is_exchange`, called with a model that
-    has finished backward, returns whether all ranks exchange gradients now.
+    ``forward`` lasts from the batch to the call of ``backward()``, with the loss. `is_exchange` returns whether all
+    ranks exchange gradients after this ``backward()``.
     """
 
-    def __init__(self, recorder: Recorder, is_exchange: Callable[[nn.Module], bool]) -> None:
-        self._recorder, self._is_exchange = recorder, is_exchange
-        self._backward = -1
-        """torch's number of the last backward."""
+    def __init__(self, recorder: Recorder, is_exchange: Callable[[], bool] = lambda: False) -> None:
+        """Record all later calls of ``torch.autograd.backward``, which ``loss.backward()`` calls too."""
+        self._recorder = recorder
+        run_backward: Callable[..., Any] = torch.autograd.backward
 
-    def watch(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], group: Group | None) -> None:
-        """Record the forwards and backwards of `models`, and the steps of `optimizers`.
+        # A hook of the model and its output would take ten times as long as this function.
+        def backward(*values: Any, **options: Any) -> None:
+            recorder.enter("backward")
+            run_backward(*values, **options)
+            recorder.enter("other")
+            if is_exchange():
+                recorder.arrive()
+
+        setattr(torch.autograd, "backward", backward)  # noqa: B010  (mypy rejects an assignment)
+
+    def watch(self, optimizers: Iterable[Optimizer], group: Group | None) -> None:
+        """Record the steps of `optimizers`.
 
         All ranks of the `group` must call this method. For a timeline, they compare the clocks of their machines.
         """
@@ -40,50 +51,31 @@ class StepPhases:
             offsets_ns = group.broadcast_object(clock_offsets(group, time.time_ns))
             if group.hosts.index(group.hosts[group.rank]) == group.rank:  # the first rank of its host
                 spans.window.set_offset(offsets_ns[group.rank])
-        for model in models:
-            model.register_forward_pre_hook(self._begin_forward)
-            model.register_forward_hook(self._end_forward)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._switch("optimizer"))
             optimizer.register_step_post_hook(lambda *_: self._switch("other"))
+
+    def _switch(self, phase: str) -> None:
+        self._recorder.enter(phase)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a training loop, and count their examples."""
         for batch in self._recorder.steps(batches):
             self._recorder.add("paceline_examples_total", num_examples(batch))
+            self._recorder.enter("forward")
             yield batch
 
-    def _switch(self, phase: str) -> None:
-        self._recorder.enter(phase)
 
-    def _begin_forward(self, model: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled():
-            self._recorder.enter("forward")
+def begin_exchange(*, is_for_all: bool) -> None:
+    """Record that backward has computed this rank's gradients. Its end then waits for the exchange of the gradients.
 
-    def _end_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Let backward begin at the gradient of the output. Until then, the loss counts as forward."""
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._begin_backward(model))  # type: ignore[no-untyped-call]
-
-    def _begin_backward(self, model: nn.Module) -> None:
-        backward = torch._C._current_graph_task_id()
-        if backward == self._backward:
-            return
-        self._backward = backward
-        self._recorder.enter("backward")
-        # Callbacks run in the order of their registration. DistributedDataParallel registers its own, which waits for
-        # the gradients, later in this backward. So the first callback runs before it, and the second one after it.
-        engine = torch.autograd.Variable._execution_engine
-
-        def end_backward() -> None:
-            self._recorder.enter("communication")
-            if self._is_exchange(model):
-                self._recorder.arrive()
-            engine.queue_callback(lambda: self._switch("other"))
-
-        engine.queue_callback(end_backward)
+    `is_for_all`: whether all ranks take part in the exchange.
+    """
+    recorder = recording.recorder
+    if recorder is not None:
+        recorder.enter("communication")
+        if is_for_all:
+            recorder.arrive()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -158,7 +158,7 @@ class ParameterServer(Strategy):
             for optimizer in optimizers
         ]
 
-    def _is_exchange(self, model: nn.Module) -> bool:
+    def _is_exchange(self) -> bool:
         waits = self._is_sequential and self.world_size > 1 and not self._is_uneven
         return waits and self.dense is not None and not self.dense.holds
 
