@@ -73,12 +73,15 @@ class Recorder(Closing):
         if self.spans is not None:
             self.spans.begin_step()
 
-    def steps(self, batches: Iterator[_Batch]) -> Iterator[_Batch]:
-        """Yield the batches of a training loop. An iteration lasts from the request of a batch to the next request."""
+    def steps(self, batches: Iterator[_Batch], phase: str = "other") -> Iterator[_Batch]:
+        """Yield the batches of a training loop. An iteration lasts from the request of a batch to the next request.
+
+        Each batch is followed by the given phase.
+        """
         try:
             self.begin_step()
             for batch in batches:
-                self.enter("other")
+                self.enter(phase)
                 yield batch
                 self.begin_step()
         finally:

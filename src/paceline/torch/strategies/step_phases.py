@@ -60,9 +60,8 @@ class StepPhases:
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a training loop, and count their examples."""
-        for batch in self._recorder.steps(batches):
+        for batch in self._recorder.steps(batches, "forward"):
             self._recorder.add("paceline_examples_total", num_examples(batch))
-            self._recorder.enter("forward")
             yield batch
 
 
