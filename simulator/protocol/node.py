@@ -118,7 +118,12 @@ class SimulatedNode(MessageProcess):
         message: messages.Register | messages.Rejoin
         if state.welcome is None:
             message = messages.Register(
-                node=name, role=self.role, address=name, is_extra=self.is_extra, process=self.identity
+                node=name,
+                role=self.role,
+                address=name,
+                is_extra=self.is_extra,
+                process=self.identity,
+                highest_term=state.views.highest_term,
             )
             state.registration = message
         else:

@@ -223,7 +223,7 @@ class ClusterCore:
 
     def _recover(self) -> list[Instruction]:
         out: list[Instruction] = []
-        for outcome in self._recovery.decide(self.newcomers.nodes, self._time_s):
+        for outcome in self._recovery.decide(self.newcomers.nodes, self._time_s, self.newcomers.highest_term):
             match outcome:
                 case Succession():
                     self.phase, self.name = self.phase.after("take over"), outcome.cluster

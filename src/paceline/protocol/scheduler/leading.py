@@ -37,7 +37,8 @@ class Leader:
         self._out: list[Instruction] = []
 
     def form(self, time_s: float) -> list[Instruction]:
-        self._time_s, self._has_changed, self.publication.is_established = time_s, True, True
+        self._time_s, self._has_changed = time_s, True
+        self.publication.form(self.newcomers.highest_term)
         for peer, registration in self.newcomers.take():
             self._register(peer, registration)
         return self._finish()

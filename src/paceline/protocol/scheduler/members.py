@@ -84,6 +84,10 @@ class Newcomers:
     def nodes(self) -> KeysView[str]:
         return self._peers.keys()
 
+    @property
+    def highest_term(self) -> int:
+        return max((registration.highest_term for registration in self._waiting.values()), default=0)
+
     def add(self, peer: object, registration: Register) -> None:
         """Add a process that registers; a node's newest connection replaces its earlier one."""
         self.forget(self._peers.get(registration.node))

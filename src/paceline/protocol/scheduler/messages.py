@@ -49,6 +49,8 @@ class Register(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
     is_extra: bool = False
     """Whether a server joins a cluster that already has all its servers."""
     process: ProcessIdentity | None = None
+    highest_term: Term = 0
+    """The process prepares no view of a lower term, because of a scheduler that ended before it sent the welcome."""
 
 
 class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_only=True, tag=True):

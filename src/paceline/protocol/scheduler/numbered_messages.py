@@ -11,10 +11,10 @@ may already be in the Rejoin, because a member records a request before it sends
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from paceline.protocol.jobs import MemberLedger
 from paceline.protocol.jobs.messages import JobRequest
@@ -61,6 +61,13 @@ class MemberEnd:
     def lowest(self) -> int:
         """The lowest number of a call without an answer. The scheduler may drop answers to earlier calls."""
         return min(self._calls, default=self._number + 1)
+
+    def register_again(self, highest_term: int) -> None:
+        """Add the newest term to the registrations, which are sent again to another scheduler."""
+        for number, call in self._calls.items():
+            if isinstance(call.content, Register):
+                content = structs.replace(call.content, highest_term=highest_term)
+                self._calls[number] = replace(call, content=content)
 
     def add(self, content: Any, body: Any = (), answer: Any = None) -> SentMessage:
         """Record and number a message. Store it, unless its loss is harmless (a heartbeat without progress)."""

@@ -41,7 +41,7 @@ class Publication:
     """The views of one scheduler. `salt` is a number that no other scheduler has."""
 
     def __init__(self, replicas: int, salt: int) -> None:
-        self.replicas = replicas
+        self.replicas, self._salt = replicas, salt
         self.term = term_after(0, salt)
         self.committed = View(term=self.term)
         """The view that members act on."""
@@ -51,6 +51,11 @@ class Publication:
         self.proposal: Proposal | None = None
         self.epoch = 0
         """The epoch of the newest view, which may be uncommitted."""
+
+    def form(self, highest_term: int) -> None:
+        """Begin a cluster of processes that have prepared no view after this term."""
+        self.term = term_after(highest_term, self._salt)
+        self.committed, self.is_established = View(term=self.term), True
 
     def take_over(self, latest: View, term: int) -> None:
         self.term = term

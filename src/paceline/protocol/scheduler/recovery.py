@@ -183,6 +183,7 @@ class Recovery:
         self._cluster = ""  # the cluster to take over
         self._ended: set[int] = set()
         self._doubted: set[int] = set()
+        self._term_before = 0  # the highest term of the rejoined members and of the processes that register
         self._term = 0  # the term of this scheduler, if it takes over
         self._requested: set[object] = set()  # the servers that received the request to promise this term
         self.needed: tuple[Member, ...] = ()
@@ -273,8 +274,11 @@ class Recovery:
     def missing_members(self) -> tuple[Member, ...]:
         return self.evidence().missing_members(self._ended)
 
-    def decide(self, registering: Collection[str], time_s: float) -> list[Outcome]:
-        """Take over if the necessary members have rejoined. `registering` are the names of the nodes that register."""
+    def decide(self, registering: Collection[str], time_s: float, highest_term: int = 0) -> list[Outcome]:
+        """Take over if the necessary members have rejoined.
+
+        `registering` are the names of the nodes that register, and `highest_term` is the highest term of them.
+        """
         is_late = time_s >= self._deadline_s
         must_decide = is_late or not self._awaited or len(registering) != self._num_registering
         self._num_registering = len(registering)
@@ -287,6 +291,7 @@ class Recovery:
                 self._ended, self._doubted = set(), set()
             self._cluster = self.cluster
         evidence = self.evidence()
+        self._term_before = max(evidence.highest_term, highest_term)
         out = self._decide(evidence, registering, is_late=is_late)
         if not any(isinstance(outcome, (Succession, Abandoned)) for outcome in out):
             missing = evidence.missing_members(self._ended)
@@ -295,7 +300,7 @@ class Recovery:
 
     def _decide(self, evidence: Evidence, registering: Collection[str], *, is_late: bool) -> list[Outcome]:
         latest = evidence.latest
-        # Members that register again never received their welcome: they have prepared no view and hold no bucket.
+        # Members that register again never received their welcome: they have committed no view and hold no bucket.
         unwelcomed = {member.incarnation for member in latest.members if member.node in registering}
         without, missing = self._ended | unwelcomed, set[int]()
         is_complete = is_late or evidence.is_complete(without | self._doubted)
@@ -321,8 +326,8 @@ class Recovery:
         return out
 
     def _request_promises(self, evidence: Evidence) -> list[events.RequestPromise]:
-        if evidence.highest_term > self._term:
-            self._term, self._requested = term_after(evidence.highest_term, self._salt), set()
+        if self._term_before > self._term:
+            self._term, self._requested = term_after(self._term_before, self._salt), set()
         servers = [peer for peer, rejoin in evidence.by_peer.items() if rejoin.member.role is Role.SERVER]
         peers = tuple(peer for peer in servers if peer not in self._requested)
         self._requested.update(peers)

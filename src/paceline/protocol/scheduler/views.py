@@ -183,6 +183,11 @@ class KnownViews:
         known = [view for view in (self.committed, self.prepared) if view is not None]
         return max(known, key=lambda view: view.order, default=None)
 
+    @property
+    def highest_term(self) -> int:
+        """The highest term that the member has promised, or of a view that it has."""
+        return max(self.promised, 0 if self.newest is None else self.newest.term)
+
     def prepare(self, view: View) -> bool:
         """Store a view that may be committed later; return whether to answer with Prepared.
 

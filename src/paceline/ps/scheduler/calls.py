@@ -125,9 +125,10 @@ class SchedulerCalls:
             self.is_connected = False
         self.channel.close()
 
-    def register_again(self, channel: Channel) -> None:
+    def register_again(self, channel: Channel, highest_term: int) -> None:
         """Send all messages again on a new connection, because this process is not a member yet."""
         with self._lock:
+            self._end.register_again(highest_term)
             self._begin_on(channel)
             self._send_again(0)
 

@@ -352,7 +352,7 @@ class SchedulerLink:
             raise _NoSchedulerError from None
         self._reconnection.connected(time.monotonic())
         if self.state.welcome is None:  # without a welcome, this process is not a member yet: it registers again
-            self.calls.register_again(channel)
+            self.calls.register_again(channel, self.state.views.highest_term)
             return True
         tables = self.calls.tables() if self.hooks.tables is None else self.hooks.tables()
         rejoining = self.calls.rejoin(channel, lambda job: self.state.rejoin(tables, job))

@@ -12,6 +12,7 @@ from paceline.protocol import Role
 from paceline.protocol.scheduler import events, messages
 from paceline.protocol.scheduler.cluster import Phase
 from paceline.protocol.scheduler.events import MessageReceived
+from paceline.protocol.scheduler.views import KnownViews
 
 from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains, filled, holders, observer, server, started, worker
 
@@ -506,6 +507,36 @@ def test_members_without_a_welcome_register_again() -> None:
     assert b.member == next(member for member in former.view.members if member.node == "b")
     assert scheduler.view.members == former.view.members
     assert scheduler.last(events.TakenOver).dead == ()
+
+
+def test_a_server_that_has_prepared_a_view_before_its_welcome_registers_again() -> None:
+    former, (a, b), _ = started(2, replicas=1)
+    b.member, b.views = None, KnownViews()  # the welcome and the view were lost
+    lose(former)
+    second = successor(num_servers=2, replicas=1)
+    b.prepares = False
+    second.register(b)
+    second.rejoin(a)
+    [prepare] = [event for event in second.all(events.Prepare) if b.wire in event.peers][-1:]
+    b.prepares = True
+    assert b.views.prepare(prepare.view)
+    lose(second)
+    third = successor(salt=0, num_servers=2, replicas=1)  # its first term is lower
+    third.register(b)
+    third.rejoin(a)
+    assert third.view.term > prepare.view.term
+    assert {member.node for member in third.view.members} == {"s0", "s1"}
+    assert b.member is not None
+
+
+def test_a_new_cluster_of_servers_that_have_prepared_a_view() -> None:
+    former, (a,), _ = started(1)
+    a.member = None
+    lose(former)
+    scheduler = Scheduler(salt=0)
+    scheduler.register(a)
+    assert a.member is not None
+    assert scheduler.view.term > former.view.term
 
 
 def test_members_arriving_during_a_takeover_join_after_it() -> None:

@@ -94,7 +94,12 @@ class Node:
     def registration(self) -> messages.Register:
         """Return the message of a process that is not yet a member."""
         return messages.Register(
-            node=self.name, role=self.role, rank=self.rank, address=self.name, is_extra=self.is_extra
+            node=self.name,
+            role=self.role,
+            rank=self.rank,
+            address=self.name,
+            is_extra=self.is_extra,
+            highest_term=self.views.highest_term,
         )
 
     def returned(self) -> messages.Rejoin:
