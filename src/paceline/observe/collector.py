@@ -171,15 +171,15 @@ class Collector(Closing):
                 for labels, value in values:
                     if is_valid(name, labels, value, without_rank=True):
                         samples.setdefault(name, {})[label + labels] = value
-            samples.setdefault("paceline_rank_last_seen_seconds", {})[label] = time_s - seen_s
+            samples.setdefault("paceline_rank_last_seen_seconds", {})[label] = 0.0 if report.is_last else time_s - seen_s
         return samples
 
     def find_silent(self) -> None:
-        """Record an event for each rank that has sent no report for a few seconds."""
+        """Record an event for each rank that has not ended, and has sent no report for a few seconds."""
         with self._lock:
             time_s = self._clock()
-            for rank, (_, seen_s) in self._reports.items():
-                if time_s - seen_s > SILENT_S and rank not in self._silent:
+            for rank, (report, seen_s) in self._reports.items():
+                if time_s - seen_s > SILENT_S and rank not in self._silent and not report.is_last:
                     self._silent.add(rank)
                     self._events.append((time_s, f"rank {rank} has sent no report for {SILENT_S:g} s"))
 

@@ -59,7 +59,8 @@ METRICS: Final = _define(
         "counter",
         ("rank", "for_rank"),
         "Time by which the rank was ready for an exchange of gradients earlier than the last rank, for_rank. Measured "
-        "under synchronous strategies if all ranks are on one machine.",
+        "under all-reduce, hybrid and parameter-server:sequential if all ranks are on one machine, for at most "
+        "256 exchanges a second.",
     ),
     Metric(
         "paceline_collective_seconds",
@@ -89,7 +90,7 @@ METRICS: Final = _define(
         "Last number that the program passed to strategy.report_progress().",
     ),
     Metric("paceline_rank_memory_bytes", "gauge", ("rank",), "Resident memory of the rank's process."),
-    Metric("paceline_rank_last_seen_seconds", "gauge", ("rank",), "Time since the last report of the rank."),
+    Metric("paceline_rank_last_seen_seconds", "gauge", ("rank",), "Time since the last report of the rank; 0 after its end."),
     # Servers and the cluster.
     Metric("paceline_server_rows", "gauge", ("server", "table"), "Rows of the table on the server."),
     Metric("paceline_server_table_bytes", "gauge", ("server", "table"), "Memory of the table on the server."),

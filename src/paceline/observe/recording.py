@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,6 +32,9 @@ MAX_REPORT_BYTES: Final = 1 << 17
 REPORT_EVERY_S: Final = 1.0
 _MAX_ARRIVALS: Final = 256
 """The ranks compare at most this many iterations a second."""
+_MAX_LABELS: Final = 200
+"""A metric has at most this many combinations of labels, so that a report fits into a datagram."""
+_MAX_LABEL_CHARS: Final = 100
 _Batch = TypeVar("_Batch")
 
 
@@ -43,15 +47,18 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     samples: dict[str, list[tuple[Labels, Value]]]
     arrivals: tuple[tuple[int, float], ...] = ()
     """Number and time of recent exchanges of gradients, at the moment when the rank was ready for the exchange."""
+    is_last: bool = False
+    """Whether the rank ends, or stops recording, after this report."""
 
 
-class Recorder(Closing):
+class Recorder:
     """The metrics of this process. Thread-safe; the phases are those of the thread that calls :meth:`begin_step`."""
 
     def __init__(self, *, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank, self._world_size, self._clock = rank, world_size, clock
         self._lock = threading.Lock()
         self._values = MetricValues()
+        self._has_warned = False
         self._seconds: dict[str, float] = {}
         self._phase: str | None = None
         self._since = 0.0
@@ -95,9 +102,12 @@ class Recorder(Closing):
         if self.spans is not None:
             self.spans.end_loop()
 
-    def enter(self, phase: str) -> str | None:
-        """Count the time from now on for `phase`, and return the phase before; None outside of the training loop."""
-        if self._phase is None or threading.get_ident() != self._thread:
+    def enter(self, phase: str, *, after: str | None = None) -> str | None:
+        """Count the time from now on for `phase`, and return the phase before; None outside of the training loop.
+
+        Calls of other threads are ignored, except in the phase `after`, in which the loop waits for these threads.
+        """
+        if self._phase is None or (threading.get_ident() != self._thread and self._phase != after):
             return None
         with self._lock:
             before = self._phase
@@ -116,19 +126,36 @@ class Recorder(Closing):
     def add(self, name: str, amount: float, *labels: str) -> None:
         """Add to a counter, whose label ``rank`` is left out here and in the following methods."""
         with self._lock:
-            self._values.add(name, amount, *labels)
+            if self._may_have(name, labels):
+                self._values.add(name, amount, *labels)
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge."""
         with self._lock:
-            self._values.set(name, value, *labels)
+            if self._may_have(name, labels):
+                self._values.set(name, value, *labels)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Add a value to a histogram."""
         with self._lock:
-            self._values.observe(name, value, *labels)
+            if self._may_have(name, labels):
+                self._values.observe(name, value, *labels)
 
-    def report(self) -> RankReport:
+    def _may_have(self, name: str, labels: Labels) -> bool:
+        """Return whether the metric may have these labels; warn once if it has too many."""
+        known = self._values.samples.get(name, {})
+        if labels in known or (len(known) < _MAX_LABELS and sum(map(len, labels)) <= _MAX_LABEL_CHARS):
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{name}: the values of {labels} are not reported, because a rank reports at most {_MAX_LABELS} names "
+                f"of at most {_MAX_LABEL_CHARS} characters. Use fewer or shorter names",
+                stacklevel=4,
+            )
+        return False
+
+    def report(self, *, is_last: bool = False) -> RankReport:
         """Return the current values, and the arrivals since the last report."""
         with self._lock:
             self._switch(self._phase)
@@ -139,7 +166,7 @@ class Recorder(Closing):
                 name: [(labels, list(value) if isinstance(value, list) else value) for labels, value in values.items()]
                 for name, values in self._values.samples.items()
             }
-        return RankReport(self._rank, self._world_size, os.getpid(), samples, arrivals)
+        return RankReport(self._rank, self._world_size, os.getpid(), samples, arrivals, is_last)
 
     def _switch(self, phase: str | None) -> float:
         time_s = self._clock()
@@ -173,17 +200,19 @@ class ReportSender(Closing):
             self._thread.join()
             self._socket.close()
 
-    def send(self) -> None:
+    def send(self, *, is_last: bool = False) -> None:
         """Send a report now. May be called from any thread."""
         self._recorder.set("paceline_rank_memory_bytes", self._process.memory_info().rss)
         with contextlib.suppress(OSError):  # the launcher has ended or is busy: the next report has all values
-            self._socket.sendto(msgspec.msgpack.encode(self._recorder.report()), str(self._path))
+            self._socket.sendto(msgspec.msgpack.encode(self._recorder.report(is_last=is_last)), str(self._path))
 
     def _run(self) -> None:
         is_last = False
         while not is_last:
             is_last = self._closed.wait(REPORT_EVERY_S)
-            self.send()
+            if is_last:
+                self._socket.settimeout(REPORT_EVERY_S)  # no later report replaces a lost one
+            self.send(is_last=is_last)
 
 
 recorder: Recorder | None = None

@@ -9,8 +9,10 @@ import pytest
 
 from paceline.observe import recording
 from paceline.observe.collector import Collector, ExchangeTimes
+from paceline.observe.history import RunHistory
 from paceline.observe.metrics import Samples
 from paceline.observe.recording import RankReport, Recorder
+from paceline.torch.strategies.step_phases import begin_exchange
 
 
 class Clock:
@@ -88,6 +90,58 @@ def test_other_threads_do_not_change_the_phase(recorder: Recorder, clock: Clock)
     thread.join()
     clock.time_s += 1.0
     assert phases_of(recorder) == {"data": 1.0}
+
+
+def test_hooks_of_backward_may_run_in_a_thread_of_autograd(
+    recorder: Recorder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward on a GPU calls them in the device's thread, while the training loop waits."""
+    monkeypatch.setattr(recording, "recorder", recorder)
+
+    def run_hook() -> None:
+        thread = threading.Thread(target=begin_exchange, kwargs={"is_for_all": True})
+        thread.start()
+        thread.join()
+
+    recorder.begin_step()
+    run_hook()  # of a backward outside of the loop
+    clock.time_s += 1.0
+    recorder.enter("backward")
+    clock.time_s += 2.0
+    run_hook()
+    clock.time_s += 4.0
+    recorder.enter("other")
+    assert phases_of(recorder) == {"data": 1.0, "backward": 2.0, "communication": 4.0}
+
+
+def test_a_report_has_a_limited_number_of_names(recorder: Recorder) -> None:
+    with pytest.warns(UserWarning, match="paceline_reported_value: the values of .* are not reported") as warned:
+        for number in range(10_000):
+            recorder.set("paceline_reported_value", 1.0, f"name {number} " + 80 * "\U0001f389")
+        recorder.set("paceline_reported_value", 1.0, 1000 * "n")
+    recorder.set("paceline_reported_value", 2.0, "name 0 " + 80 * "\U0001f389")
+    assert len(warned) == 1
+    values = samples_of(recorder)["paceline_reported_value"]
+    assert values["name 0 " + 80 * "\U0001f389",] == 2.0
+    assert 100 < len(values) < 1000
+    assert len(msgspec.msgpack.encode(recorder.report())) < recording.MAX_REPORT_BYTES
+
+
+def test_a_rank_that_has_ended_is_not_silent(recorder: Recorder, clock: Clock) -> None:
+    collector = Collector(clock=clock)
+    history = RunHistory("paceline run", clock=clock)
+    recorder.add("paceline_examples_total", 5)
+    collector.receive(msgspec.msgpack.encode(recorder.report(is_last=True)))
+    clock.time_s += 60.0
+    collector.find_silent()
+    assert not collector.recent_events()
+    history.write(collector.samples(), is_last=True)
+    [rank] = history.state()["ranks"]
+    assert (rank["rank"], rank["examples_per_s"] > 0, rank["last_seen_s"]) == (1, True, 0.0)
+    collector.receive(msgspec.msgpack.encode(recorder.report()))  # the process has started again
+    clock.time_s += 60.0
+    collector.find_silent()
+    assert [text for _, text in collector.recent_events()] == ["rank 1 has sent no report for 5 s"]
 
 
 def test_nothing_is_recorded_without_a_launcher() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Final
@@ -95,14 +96,14 @@ class StepSpans:
 
     def __init__(self, recorder: FlightRecorder, window: StepWindow, steps: range) -> None:
         self._recorder, self.window, self._steps = recorder, window, steps
-        self._number = -1
+        self._number, self._thread = -1, 0
         self._step = self._phase = 0
         """The events of the current step and phase; 0: none is recorded."""
 
     def begin_step(self) -> None:
         """End the current step, and begin the next one."""
         self._end()
-        self._number += 1
+        self._number, self._thread = self._number + 1, threading.get_ident()
         if self._number == self._steps.start:
             self.window.begin()
         if self._number == self._steps.stop:
@@ -117,7 +118,7 @@ class StepSpans:
             self._recorder.end(self._phase)
         self._phase = 0
         if self._step:
-            self._phase = self._recorder.begin(_phase(phase), self._number)
+            self._phase = self._recorder.begin(_phase(phase), self._number, thread=self._thread)
 
     def end_loop(self) -> None:
         """End the current step, because the loop has ended. The next loop continues with the next step."""

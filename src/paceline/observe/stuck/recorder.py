@@ -123,8 +123,11 @@ class FlightRecorder:
             append_line(self._groups, msgspec.json.encode(group))
         return number
 
-    def begin(self, operation: bytes, sequence: int, count: int = -1, clock: int = -1) -> int:
-        """Record the start of an operation from :meth:`RecordedOperation.encode`. Return a number for :meth:`end`."""
+    def begin(self, operation: bytes, sequence: int, count: int = -1, clock: int = -1, thread: int = 0) -> int:
+        """Record the start of an operation from :meth:`RecordedOperation.encode`. Return a number for :meth:`end`.
+
+        The default of `thread` is the current thread.
+        """
         number = next(self._numbers)
         slot = number % self._num_slots
         start = slot * _EVENT_BYTES + _WORDS.size
@@ -136,7 +139,7 @@ class FlightRecorder:
         words[at + 3] = sequence
         words[at + 4] = count
         words[at + 5] = clock
-        words[at + 6] = threading.get_ident()
+        words[at + 6] = thread or threading.get_ident()
         words[at] = number
         return number
 

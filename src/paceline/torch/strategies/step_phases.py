@@ -72,7 +72,7 @@ def begin_exchange(*, is_for_all: bool) -> None:
     """
     recorder = recording.recorder
     if recorder is not None:
-        recorder.enter("communication")
+        recorder.enter("communication", after="backward")  # on a GPU, this is a thread of autograd
         if is_for_all:
             recorder.arrive()
 
