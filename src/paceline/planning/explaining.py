@@ -26,6 +26,7 @@ from paceline.planning.predictions import (
     predict_all,
 )
 from paceline.planning.scripts import MeasuredCommand, check_options
+from paceline.planning.waiting import describe_noise
 from paceline.strategies.profile import ModelProfile
 
 _LATENCY = "50us"
@@ -149,12 +150,10 @@ def show_explanation(
     console.print(f"its bottleneck: {best.bottleneck}; it needs {_REMEDIES[best.bottleneck]}")
     for sentence in find_changes(situation):
         console.print(sentence)
-    bound = _server_bound(situation)
-    if bound is not None:
-        console.print(bound)
-    embedding = _describe_embedding(situation)
-    if embedding is not None:
-        console.print(embedding)
+    steps_s = situation.profile.steps_s
+    for sentence in (_server_bound(situation), _describe_embedding(situation), describe_noise(steps_s)):
+        if sentence is not None:
+            console.print(sentence)
 
 
 def explain_choice(best: StepPrediction, predictions: Sequence[StepPrediction]) -> str:

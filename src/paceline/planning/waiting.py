@@ -15,12 +15,24 @@ import numpy as np
 _ITERATIONS: Final = 400
 _MOST_DRAWS: Final = 4_000_000
 _OUTLIER: Final = 3.0
+_NOISY: Final = 2.0
 
 
 def without_outliers(steps_s: Sequence[float]) -> list[float]:
     """Return the durations up to three times the median. A longer step includes an evaluation or a pause."""
     limit = _OUTLIER * statistics.median(steps_s)
     return [step_s for step_s in steps_s if step_s <= limit]
+
+
+def describe_noise(steps_s: Sequence[float]) -> str | None:
+    """Return a warning if equal steps have very different durations; None otherwise."""
+    low, high = np.quantile(steps_s, (0.1, 0.9))
+    if high < _NOISY * low:
+        return None
+    return (
+        f"uncertain: the slowest tenth of the measured steps takes {high / low:.1f} times as long as the fastest tenth, "
+        "perhaps because other programs use this machine"
+    )
 
 
 def expected_maximum(draws: Sequence[float], count: int) -> float:

@@ -20,7 +20,7 @@ from paceline.planning.formulas import (
     separate_servers_s,
 )
 from paceline.planning.links import Curve, NodeLink, all_reduce_s, format_speed, parse_link
-from paceline.planning.waiting import barrier_s, expected_maximum, without_outliers
+from paceline.planning.waiting import barrier_s, describe_noise, expected_maximum, without_outliers
 
 MB = 1 << 20
 
@@ -140,3 +140,8 @@ def test_equal_steps_need_no_waiting() -> None:
 
 def test_long_pauses_do_not_count() -> None:
     assert without_outliers([1.0, 1.1, 0.9, 50.0]) == [1.0, 1.1, 0.9]
+
+
+def test_very_different_steps_are_reported() -> None:
+    assert describe_noise([1.0, 1.1, 1.2] * 5) is None
+    assert "takes 5.0 times as long as the fastest tenth" in (describe_noise([1.0] * 5 + [5.0] * 5) or "")
