@@ -171,7 +171,9 @@ class Collector(Closing):
                 for labels, value in values:
                     if is_valid(name, labels, value, without_rank=True):
                         samples.setdefault(name, {})[label + labels] = value
-            samples.setdefault("paceline_rank_last_seen_seconds", {})[label] = 0.0 if report.is_last else time_s - seen_s
+            samples.setdefault("paceline_rank_last_seen_seconds", {})[label] = (
+                0.0 if report.is_last else time_s - seen_s
+            )
         return samples
 
     def find_silent(self) -> None:

@@ -90,7 +90,12 @@ METRICS: Final = _define(
         "Last number that the program passed to strategy.report_progress().",
     ),
     Metric("paceline_rank_memory_bytes", "gauge", ("rank",), "Resident memory of the rank's process."),
-    Metric("paceline_rank_last_seen_seconds", "gauge", ("rank",), "Time since the last report of the rank; 0 after its end."),
+    Metric(
+        "paceline_rank_last_seen_seconds",
+        "gauge",
+        ("rank",),
+        "Time since the last report of the rank; 0 after its end.",
+    ),
     # Servers and the cluster.
     Metric("paceline_server_rows", "gauge", ("server", "table"), "Rows of the table on the server."),
     Metric("paceline_server_table_bytes", "gauge", ("server", "table"), "Memory of the table on the server."),

@@ -151,9 +151,9 @@ def show_explanation(
     for sentence in find_changes(situation):
         console.print(sentence)
     steps_s = situation.profile.steps_s
-    for sentence in (_server_bound(situation), _describe_embedding(situation), describe_noise(steps_s)):
-        if sentence is not None:
-            console.print(sentence)
+    for remark in (_server_bound(situation), _describe_embedding(situation), describe_noise(steps_s)):
+        if remark is not None:
+            console.print(remark)
 
 
 def explain_choice(best: StepPrediction, predictions: Sequence[StepPrediction]) -> str:

@@ -30,8 +30,8 @@ def describe_noise(steps_s: Sequence[float]) -> str | None:
     if high < _NOISY * low:
         return None
     return (
-        f"uncertain: the slowest tenth of the measured steps takes {high / low:.1f} times as long as the fastest tenth, "
-        "perhaps because other programs use this machine"
+        f"uncertain: the slowest tenth of the measured steps takes {high / low:.1f} times as long as the fastest "
+        "tenth, perhaps because other programs use this machine"
     )
 
 
