@@ -4,6 +4,8 @@ Blocks of ``python`` and ``sh`` must succeed. The output of a ``console`` block 
 its digits and any lines in place of ``...``. Each page runs in a directory of its own with the files of :mod:`.files`.
 A comment ``<!-- docs test: … -->`` before a block sets another treatment: ``file NAME`` writes it, ``run on two
 ranks``, ``together`` starts all lines at the same time, ``background`` leaves them running, ``not run, REASON``.
+
+``make figures`` runs the blocks of figures, with other data. Only those of the README run here too.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import figures
 from sybil import Document, Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser
 from tests.docs.files import PRELUDES, write_files, write_models
@@ -95,6 +98,9 @@ class Page:
 
     def evaluate(self, example: Example) -> None:
         """Run one block, or write it."""
+        blocks = figures.BLOCK.finditer(example.document.text)
+        if self.name != "README.md" and any(block.start() < example.region.start < block.end() for block in blocks):
+            return
         kind, source = treatment(example), str(example.parsed)
         language = example.region.lexemes["arguments"]
         if kind.startswith("file "):

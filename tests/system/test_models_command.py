@@ -84,7 +84,7 @@ def test_weights_of_rows_and_classes(paceline: Commands, tmp_path: Path) -> None
     rate = is_click.repeat(counts).mean()
     assert balanced.json["calibration"] == pytest.approx(0.5 / rate, rel=0.2)
     for arguments, message in {
-        ("--weight", "clicks"): "has no column 'clicks'",
+        ("--weight", "clicks"): "has no weight 'clicks'",
         ("--model", "poisson", "--class-weight", "balanced"): "--class-weight is not an option of --model poisson",
         ("--model", "regression", "--keep-negatives", "0.5"): "only models of clicks",
     }.items():
