@@ -39,6 +39,8 @@ class FakeStrategy:
     seed = 3
     snapshots = None
     status = None
+    profiler = None
+    phases = None
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.world_size = self.data_place = rank, size
