@@ -115,10 +115,13 @@ def test_hooks_of_backward_may_run_in_a_thread_of_autograd(
 
 
 def test_a_report_has_a_limited_number_of_names(recorder: Recorder) -> None:
-    with pytest.warns(UserWarning, match="paceline_reported_value: the values of .* are not reported") as warned:
+    def set_many() -> None:
         for number in range(10_000):
             recorder.set("paceline_reported_value", 1.0, f"name {number} " + 80 * "\U0001f389")
         recorder.set("paceline_reported_value", 1.0, 1000 * "n")
+
+    with pytest.warns(UserWarning, match="paceline_reported_value: the values of .* are not reported") as warned:
+        set_many()
     recorder.set("paceline_reported_value", 2.0, "name 0 " + 80 * "\U0001f389")
     assert len(warned) == 1
     values = samples_of(recorder)["paceline_reported_value"]
