@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
+from tests.free_ports import two_free_ports
 from tests.warm.processes import RANKS
 
 from paceline.observe.top import fetch_state
@@ -159,6 +160,23 @@ def test_metrics_of_a_training(paceline: Commands, click_log: tuple[Path, Path],
     filtered = {form: value for (rank, _, form), value in found["paceline_filter_bytes_total"].items() if rank == "0"}
     assert 0 < filtered["sent"] < filtered["plain"]
     assert os.listdir(board)
+
+
+@pytest.mark.slow
+def test_one_launcher_publishes_the_servers(paceline: Commands, script: Path, tmp_path: Path) -> None:
+    command: list[str | Path] = ["run", "--nnodes", "2", "--strategy", "parameter-server", "--servers", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(two_free_ports())]
+    paceline.environment |= {"PACELINE_TOKEN": "a token for tests", RANKS: "torch"}
+    files = [tmp_path / f"node{node}.jsonl" for node in range(2)]
+    nodes = [
+        paceline.start(*command, "--node-rank", str(node), "--metrics-file", file, script)
+        for node, file in enumerate(files)
+    ]
+    assert [node.wait().status for node in nodes] == [0, 0]
+    first, second = map(read_lines, files)
+    assert set(first["paceline_server_memory_bytes"]) == {("0",), ("1",)}
+    assert "paceline_server_memory_bytes" not in second
+    assert [set(found["paceline_examples_total"]) for found in (first, second)] == [{("0",)}, {("1",)}]
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def inspect(
     from paceline.inference.inspection import calibrate_model, inspect_model, name_weights
     from paceline.inference.reports import describe_calibration, describe_model, make_page
     from paceline.launch import prepare_kernels
-    from paceline.storage.durable_io import replacing
+    from paceline.output_files import replacing
 
     names = read_feature_names(model)
     summary, calibration = inspect_model(model, top, names), None

@@ -105,7 +105,7 @@ def scheduler(
 
                 prepare_kernels()
                 transport = SocketTransport(token, tls=security)
-                stack.enter_context(ClusterMetrics(transport, endpoint.tcp, collector))
+                stack.enter_context(ClusterMetrics.start(transport, endpoint.tcp, collector))
 
         run_scheduler(
             settings,

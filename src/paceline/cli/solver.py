@@ -94,7 +94,7 @@ def choose_blocks(context: typer.Context, flags: TrainFlags) -> ProximalBlocks |
 
 def write_plot(file: Path, passes: list[BlockPass]) -> None:
     from paceline.observe import draw_passes
-    from paceline.storage.durable_io import replacing
+    from paceline.output_files import replacing
 
     drawing = draw_passes([block_pass.objective for block_pass in passes], [block_pass.active for block_pass in passes])
     try:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from paceline.data.streams import ByteStream, open_stream
 from paceline.errors import ModelError
 from paceline.kernels.hashing import hash_bytes, name_seed
-from paceline.storage.durable_io import replacing
+from paceline.output_files import replacing
 
 FEATURE_NAMES = "feature-names.tsv"
 """The file with the names, in a model's directory."""

@@ -31,7 +31,7 @@ from paceline.kernels.text.criteo import (
     field_seed,
     integer_category,
 )
-from paceline.storage.durable_io import replacing
+from paceline.output_files import replacing
 
 Words = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]

@@ -21,7 +21,7 @@ from paceline.models.deep.base import DeepModel, load_networks
 from paceline.models.fm import FactorModel
 from paceline.models.registry import MODELS, read_model_settings
 from paceline.models.stored import StoredModel, read_stored_model
-from paceline.storage.durable_io import replacing
+from paceline.output_files import replacing
 
 _BY_SUFFIX: Final = {".npz": "npz", ".onnx": "onnx"}
 FORMATS: Final = ("npz", "text", "onnx")

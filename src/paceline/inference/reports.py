@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.data import Scale
 from paceline.errors import ModelError, UsageError, printable
 from paceline.inference.inspection import Calibration, Histogram, ModelDifference, ModelSummary, TableSummary
-from paceline.storage.durable_io import replacing
+from paceline.output_files import replacing
 
 _BAR, _MOST_NAME = 40, 200
 _WIDTH, _HEIGHT, _MARGIN = 460, 300, 46

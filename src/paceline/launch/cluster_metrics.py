@@ -31,7 +31,7 @@ class ClusterMetrics(Closing):
     """
 
     def __init__(self, transport: Transport, scheduler: Address | str, collector: Collector) -> None:
-        """Start the thread that connects."""
+        """Create the metrics; :meth:`start` connects."""
         self._transport, self._scheduler, self._collector = transport, scheduler, collector
         self._lock = threading.Lock()
         self._view: messages.View | None = None
@@ -39,7 +39,13 @@ class ClusterMetrics(Closing):
         self._client: Client | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-cluster-metrics", daemon=True)
-        self._thread.start()
+
+    @classmethod
+    def start(cls, transport: Transport, scheduler: Address | str, collector: Collector) -> ClusterMetrics:
+        """Create the metrics, and start the thread that connects."""
+        metrics = cls(transport, scheduler, collector)
+        metrics._thread.start()
+        return metrics
 
     @override
     def close(self) -> None:
@@ -79,30 +85,21 @@ class ClusterMetrics(Closing):
             self._closed.set()
 
     def _take(self, view: messages.View) -> None:
-        """Count failovers, and report joins and leaves. Called in the thread of the link, and at the connection."""
+        """Count failovers and add events. Called in the thread of the link, and at the connection."""
         with self._lock:
             before = self._view
             if before is not None and view.order <= before.order:
                 return
             self._view = view
-            if before is None:
-                return
-            lost = before.incarnations - view.incarnations
-            primaries = {group.members[0] for group in before.groups if group.members}
-            self._num_failovers += len(lost & primaries)
-            joined = view.incarnations - before.incarnations
-            for members, verb in ((view.members, "joins"), (before.members, "leaves")):
-                for member in members:
-                    if member.incarnation in (joined if verb == "joins" else lost):
-                        text = f"view {view.epoch}: {member.role.value} {member.rank} {verb}"
-                        is_primary = member.incarnation in lost & primaries
-                        self._collector.add_event(f"{text}, and its successor takes over" if is_primary else text)
+            if before is not None:
+                num_failovers, events = compare_views(before, view)
+                self._num_failovers += num_failovers
+                for text in events:
+                    self._collector.add_event(text)
 
     def _collect(self, client: Client) -> None:
-        statistics = client.statistics()
-        ranks = sorted(connection.rank for connection in client.servers.connections)
         values = MetricValues()
-        for rank, server in zip(ranks, statistics, strict=False):
+        for rank, server in client.statistics_by_rank().items():
             set_server(values, str(rank), server)
         with self._lock:
             view = self._view
@@ -112,6 +109,31 @@ class ClusterMetrics(Closing):
             for role in (Role.SERVER, Role.WORKER):
                 values.set("paceline_members", float(len(view.of_role(role))), f"{role.value}s")
         self._collector.update(values)
+
+
+def compare_views(before: messages.View, view: messages.View) -> tuple[int, list[str]]:
+    """Return the number of primaries that a successor has replaced, and a sentence for each join and leave."""
+    lost, joined = before.incarnations - view.incarnations, view.incarnations - before.incarnations
+    replaced: set[int] = set()
+    without_successor: set[int] = set()
+    for group in before.groups:
+        if group.members and group.members[0] in lost:
+            has_successor = not lost.issuperset(group.members)
+            (replaced if has_successor else without_successor).add(group.members[0])
+    events = [
+        f"view {view.epoch}: {member.role.value} {member.rank} joins"
+        for member in view.members
+        if member.incarnation in joined
+    ]
+    for member in before.members:
+        if member.incarnation in lost:
+            text = f"view {view.epoch}: {member.role.value} {member.rank} leaves"
+            if member.incarnation in without_successor:
+                text += ", and no server has a replica of its rows"
+            elif member.incarnation in replaced:
+                text += ", and its successor takes over"
+            events.append(text)
+    return len(replaced), events
 
 
 def set_server(values: MetricValues, server: str, statistics: messages.ServerStatistics) -> None:

@@ -15,6 +15,7 @@ from paceline.observe.collector import MetricSink
 from paceline.observe.history import RunHistory
 from paceline.observe.metrics import Samples
 from paceline.observe.web import Page, WebRequest, WebServer
+from paceline.output_files import replacing
 
 _PAGE: Final = Path(__file__).with_name("dashboard.html")
 _NO_STATE: Final = "const GIVEN = null;"
@@ -62,11 +63,12 @@ class ReportFile(MetricSink):
         """Create the file now, so that a wrong path is reported at the start. Raises UsageError."""
         self._path, self._history = path, history
         try:
-            path.write_bytes(b"")
+            path.open("ab").close()
         except OSError as error:
             raise UsageError(f"--report {path}: {error.strerror or error}. Choose another path") from None
 
     @override
     def write(self, samples: Samples, *, is_last: bool) -> None:
         if is_last:
-            self._path.write_bytes(make_report(self._history.state()))
+            with replacing(self._path) as aside:
+                aside.write_bytes(make_report(self._history.state()))

@@ -32,7 +32,9 @@ class MetricLines(MetricSink):
             return
         self._due_s = time.monotonic() + _EVERY_S
         line = {"time": datetime.now(timezone.utc).timestamp(), "metrics": as_json(samples)}
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        unwritten = memoryview(msgspec.json.encode(line) + b"\n")
+        while unwritten:
+            unwritten = unwritten[self._file.write(unwritten) :]
 
     @override
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from paceline.errors import UsageError
+from paceline.output_files import replacing
 from paceline.transport import register_type
 
 _Kind = TypeVar("_Kind")
@@ -102,9 +103,8 @@ class StepRecord:
 
 def write_record(path: Path, record: ModelProfile | StepRecord) -> None:
     """Write a record as JSON; a reader never finds a part of a file."""
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.encode(record))
-    part.replace(path)
+    with replacing(path) as aside:
+        aside.write_bytes(msgspec.json.encode(record))
 
 
 def read_record(path: Path, kind: type[_Kind]) -> _Kind:

@@ -147,7 +147,7 @@ def run_training(
                     )
                     transport, address = cluster.transport(), cluster.scheduler
                 if output.collector is not None:
-                    stack.enter_context(ClusterMetrics(transport, address, output.collector))
+                    stack.enter_context(ClusterMetrics.start(transport, address, output.collector))
                 result = train_on(
                     options,
                     client,

@@ -18,7 +18,7 @@ from paceline.errors import ModelError
 from paceline.launch.kernels import prepare_kernels
 from paceline.models.metrics import ClickEvaluation, Evaluation
 from paceline.models.prediction import Predictor
-from paceline.storage.durable_io import replacing
+from paceline.output_files import replacing
 from paceline.tables.types import Floats
 from paceline.training.bad_data import BadData, find_bad_lines, no_line_left
 

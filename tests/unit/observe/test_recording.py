@@ -115,17 +115,18 @@ def test_hooks_of_backward_may_run_in_a_thread_of_autograd(
 
 
 def test_a_report_has_a_limited_number_of_names(recorder: Recorder) -> None:
-    def set_many() -> None:
-        for number in range(10_000):
-            recorder.set("paceline_reported_value", 1.0, f"name {number} " + 80 * "\U0001f389")
-        recorder.set("paceline_reported_value", 1.0, 1000 * "n")
+    names = [f"name {number} " + 80 * "\U0001f389" for number in range(10_000)]
+
+    def report_names() -> None:
+        for name in (*names, 1000 * "n"):
+            recorder.set("paceline_reported_value", 1.0, name)
 
     with pytest.warns(UserWarning, match="paceline_reported_value: the values of .* are not reported") as warned:
-        set_many()
-    recorder.set("paceline_reported_value", 2.0, "name 0 " + 80 * "\U0001f389")
+        report_names()
     assert len(warned) == 1
+    recorder.set("paceline_reported_value", 2.0, names[0])
     values = samples_of(recorder)["paceline_reported_value"]
-    assert values["name 0 " + 80 * "\U0001f389",] == 2.0
+    assert values[(names[0],)] == 2.0
     assert 100 < len(values) < 1000
     assert len(msgspec.msgpack.encode(recorder.report())) < recording.MAX_REPORT_BYTES
 

@@ -86,6 +86,24 @@ def test_the_merged_timeline_is_valid(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"), [("bool", 1), ("uint8", 1), ("bfloat16", 2), ("uint16", 2), ("float32", 4), ("int64", 8)]
+)
+def test_bytes_of_collectives(dtype: str, num_bytes: int) -> None:
+    call = _event(COLLECTIVE, "all_reduce", 1, 2, subject=dtype, shape=(3,))
+    tracks = make_tracks([ProcessEvents(WatchedProcess("rank 0", 1, "", _MAIN), [call], {})])
+    assert [counter.value for track in tracks for counter in track.counters] == [3 * num_bytes]
+
+
+def test_a_replaced_rank_has_its_own_tracks(tmp_path: Path) -> None:
+    step = _event(PHASE, "step", 1, 2)
+    processes = [ProcessEvents(WatchedProcess("rank 1", pid, "", _MAIN), [step], {}) for pid in (5, 6)]
+    write_timeline(tmp_path / "t.pftrace", list(make_tracks(processes)), 0)
+    packets = [dict(_fields(packet)) for _, packet in _fields((tmp_path / "t.pftrace").read_bytes())]
+    numbers = [dict(_fields(packet[60]))[1] for packet in packets if 60 in packet]
+    assert len(numbers) == len(set(numbers)) == 4  # of two processes, and of a thread of each
+
+
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yield the fields of a protobuf message: number and value."""
     at = 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.data.binary.cache import ShardCache
-from paceline.storage.durable_io import process_mark, replacing
+from paceline.output_files import process_mark, replacing
 from paceline.storage.format import MANIFEST, PartUse, SnapshotManifest, StoredTable
 from paceline.storage.model_directory import save_model
 from paceline.storage.parts import PartBuffer, write_part

@@ -16,7 +16,7 @@ from paceline.inference.export import export_model
 from paceline.inference.inspection import inspect_model
 from paceline.inference.reports import write_png
 from paceline.models.logistic import SparseLogisticRegression
-from paceline.storage.durable_io import replacing
+from paceline.output_files import replacing
 
 
 def write(path: Path, text: str) -> None:

@@ -20,7 +20,7 @@ from paceline.data.bad_lines import NUM_KEPT, BadLine
 from paceline.data.batch import Batch
 from paceline.data.binary.blocks import BlockFile, BlockWriter, bad_line_of, is_count
 from paceline.data.streams import FileStatus
-from paceline.storage.durable_io import process_mark, remove_leftovers
+from paceline.output_files import process_mark, remove_leftovers
 
 _serial = itertools.count()
 _ASIDE = re.compile(r"[0-9a-f]{24}-\d+\.shard\.([0-9a-f]{16})\.\d+\.tmp")

@@ -124,10 +124,11 @@ def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None)
             servers.serve()
             return 0
         starting.close()
-        if collector is not None and scheduler is not None:
+        # The launcher of rank 0 collects the metrics of all servers, because sums must count each server once.
+        if collector is not None and scheduler is not None and 0 in setup.layout.ranks:
             from paceline.launch.cluster_metrics import ClusterMetrics
 
-            stack.enter_context(ClusterMetrics(SocketTransport(setup.token, tls=setup.tls), scheduler, collector))
+            stack.enter_context(ClusterMetrics.start(SocketTransport(setup.token, tls=setup.tls), scheduler, collector))
         status = _run_ranks(options, setup, setup.layout, job, filters, pull_filters, scheduler, servers, num_wanted)
         job.finish(has_failed=status != 0)
         if status == 0 and servers is not None:

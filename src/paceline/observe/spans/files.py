@@ -13,6 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from paceline.output_files import replacing
+
 JOINABLE: Final = ".pftrace"
 """The end of the name of a file that can be joined with files of other machines, as by ``cat``."""
 _MOST_32: Final = 0x7FFF_FFFF
@@ -51,10 +53,18 @@ class SpanTrack(NamedTuple):
     """A row of a process in the timeline: spans, of which each two are nested or do not overlap, or a counter."""
 
     process: int
+    """The position of the process in the timeline."""
     process_name: str
     name: str
     spans: Sequence[TimelineSpan] = ()
     counters: Sequence[TimelineCounter] = ()
+    pid: int = 0
+    """The id of the process, because a replaced process has the same name."""
+
+    @property
+    def parent(self) -> int:
+        """The number of the process in Perfetto's files."""
+        return number_of(f"{self.process_name} {self.pid}")
 
 
 def write_timeline(path: Path, tracks: Sequence[SpanTrack], start_ns: int, offset_ns: int = 0) -> None:
@@ -64,7 +74,8 @@ def write_timeline(path: Path, tracks: Sequence[SpanTrack], start_ns: int, offse
     `offset_ns` is the clock of this machine minus the clock of rank 0's machine.
     """
     content = _perfetto(tracks, offset_ns) if path.suffix == JOINABLE else _chrome(tracks, start_ns, offset_ns)
-    path.write_bytes(content)
+    with replacing(path) as aside:
+        aside.write_bytes(content)
 
 
 def number_of(name: str) -> int:
@@ -109,7 +120,7 @@ def _perfetto(tracks: Sequence[SpanTrack], offset_ns: int) -> bytes:
     processes: set[int] = set()
     start_ns = offset_ns
     for track in tracks:
-        parent, uuid = number_of(track.process_name), number_of(f"{track.process_name}/{track.name}")
+        parent, uuid = track.parent, number_of(f"{track.process_name} {track.pid}/{track.name}")
         if track.process not in processes:
             processes.add(track.process)
             process = _message(3, _number(1, parent & _MOST_32) + _text(6, track.process_name))
@@ -119,7 +130,7 @@ def _perfetto(tracks: Sequence[SpanTrack], offset_ns: int) -> bytes:
         for counter in track.counters:
             packets.append(_event(counter.time_ns - start_ns, _COUNTER, uuid, _number(30, counter.value)))
         packets += _perfetto_spans(track.spans, uuid, start_ns)
-    sequence = _number(10, number_of("".join(track.process_name for track in tracks)) & _MOST_32 | 1)
+    sequence = _number(10, number_of(str([track.parent for track in tracks])) & _MOST_32 | 1)
     return b"".join(_message(1, packet + sequence) for packet in packets)
 
 

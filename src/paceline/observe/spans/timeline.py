@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +29,6 @@ from paceline.observe.stuck.report import describe
 from paceline.observe.stuck.stacks import read_recorder
 
 _POLL_S: Final = 0.5
-_ITEM_BYTES: Final = {"float64": 8, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1}
 _PUSHES: Final = ("push", "push_pull")
 _READS: Final = ("pull", "push_pull")
 
@@ -44,7 +44,7 @@ class ProcessEvents(NamedTuple):
 def check_timeline(path: Path) -> None:
     """Create the file. Raises UsageError if this is impossible."""
     try:
-        path.write_bytes(b"")
+        path.open("ab").close()
     except OSError as error:
         raise UsageError(f"--timeline {path}: cannot write it: {error.strerror}. Choose another path") from None
 
@@ -115,7 +115,7 @@ def make_tracks(processes: Sequence[ProcessEvents], *, may_be_joined: bool = Fal
     until_ns = max((max(event.start_ns, abs(event.end_ns)) for found in processes for event in found.events), default=0)
     flows = _flows(processes, may_be_joined=may_be_joined)
     for number, found in enumerate(processes):
-        name = found.process.name
+        name, pid = found.process.name, found.process.pid
         tracks: dict[tuple[str, int], list[RecordedEvent]] = {}
         for event in found.events:
             operation = event.operation
@@ -126,9 +126,9 @@ def make_tracks(processes: Sequence[ProcessEvents], *, may_be_joined: bool = Fal
             is_main = thread == found.process.main_thread
             title = title or ("main thread" if is_main else _name_thread(events, found.groups))
             for lane, spans in enumerate(_lanes([_span(event, found, until_ns, flows) for event in events])):
-                yield SpanTrack(number, name, f"{title} ({lane + 1})" if lane else title, spans)
+                yield SpanTrack(number, name, f"{title} ({lane + 1})" if lane else title, spans, pid=pid)
         if not tracks:
-            yield SpanTrack(number, name, "main thread")
+            yield SpanTrack(number, name, "main thread", pid=pid)
         yield from _counters(number, found)
 
 
@@ -197,22 +197,28 @@ def _has_room(stack: list[TimelineSpan], span: TimelineSpan) -> bool:
 
 def _counters(number: int, found: ProcessEvents) -> Iterator[SpanTrack]:
     """Yield the bytes of a rank's collectives or of a server's frames, and the staleness of the server's pushes."""
-    num_bytes = 0
+    num_bytes, name, pid = 0, found.process.name, found.process.pid
     values: list[TimelineCounter] = []
     for event in found.events:
         operation = event.operation
         if operation.kind == COLLECTIVE and operation.shape:
-            num_bytes += math.prod(operation.shape) * _ITEM_BYTES.get(operation.subject, 4)
+            num_bytes += math.prod(operation.shape) * _item_bytes(operation.subject)
         elif operation.kind == FRAME:
             num_bytes += event.count
         else:
             continue
         values.append(TimelineCounter(abs(event.end_ns) or event.start_ns, num_bytes))
     if values:
-        yield SpanTrack(number, found.process.name, "bytes", counters=sorted(values))
+        yield SpanTrack(number, name, "bytes", counters=sorted(values), pid=pid)
     staleness = list(_staleness(found.events))
     if staleness:
-        yield SpanTrack(number, found.process.name, "staleness", counters=staleness)
+        yield SpanTrack(number, name, "staleness", counters=staleness, pid=pid)
+
+
+def _item_bytes(dtype: str) -> int:
+    """Return the size of an item of a dtype such as ``bfloat16``, ``float8_e4m3fn`` or ``bool``."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
 
 
 def _staleness(events: Sequence[RecordedEvent]) -> Iterator[TimelineCounter]:

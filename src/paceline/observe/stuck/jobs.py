@@ -18,6 +18,7 @@ from typing_extensions import override
 from paceline.closing import Closing
 from paceline.errors import PacelineError, UsageError
 from paceline.observe.stuck.processes import ABOUT, WatchedProcess, find_start, read_processes, write_process
+from paceline.output_files import replacing
 from paceline.temporary import TemporaryFolder
 
 
@@ -42,7 +43,8 @@ class LaunchedJob(Closing):
     def set_scheduler(self, address: str) -> None:
         """Set the address by which ``paceline stacks`` finds the job."""
         self.info = msgspec.structs.replace(self.info, scheduler=address.removeprefix("tcp://"))
-        (self.folder / ABOUT).write_bytes(msgspec.json.encode(self.info))
+        with replacing(self.folder / ABOUT) as aside:
+            aside.write_bytes(msgspec.json.encode(self.info))
 
     def add(self, name: str, pid: int) -> None:
         """Add a process, which may not be able to write its stack yet."""

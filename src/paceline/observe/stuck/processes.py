@@ -22,6 +22,7 @@ from msgspec import Struct
 from paceline.environment import environment
 from paceline.errors import PacelineError
 from paceline.observe.stuck.recorder import BUFFER_BYTES, TIMELINE_BYTES, FlightRecorder
+from paceline.output_files import replacing
 
 STACK_SIGNAL: Final = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """A real-time signal, because scripts use SIGUSR1 and SIGUSR2."""
@@ -163,15 +164,16 @@ def read_processes(folder: Path) -> list[WatchedProcess]:
 
 def write_process(folder: Path, process: WatchedProcess, *, keeps: bool = False) -> None:
     """Add a process to a job's folder. With `keeps`, keep the description that the process itself has written."""
-    path = process.path(folder, ".json")
-    temporary = path.with_suffix(".added" if keeps else ".new")
-    temporary.write_bytes(msgspec.json.encode(process))
+    path, content = process.path(folder, ".json"), msgspec.json.encode(process)
     if keeps:
+        temporary = path.with_suffix(".added")
+        temporary.write_bytes(content)
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
         temporary.unlink()
     else:
-        temporary.replace(path)
+        with replacing(path) as aside:
+            aside.write_bytes(content)
 
 
 def _forget() -> None:

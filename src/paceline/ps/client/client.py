@@ -288,11 +288,15 @@ class Client:
         return load_tables(self, directory).manifest.model
 
     def statistics(self) -> list[messages.ServerStatistics]:
-        """Return the statistics of every server, by rank."""
+        """Return the statistics of every server, in the order of their ranks."""
+        return list(self.statistics_by_rank().values())
+
+    def statistics_by_rank(self) -> dict[int, messages.ServerStatistics]:
+        """Return the statistics of every server by its rank, in this order."""
         with self.servers.lock:
             answers = self.servers.call_all(messages.GetStatistics(), messages.ServerStatistics)
             ranks = [connection.rank for connection in self.servers.connections]
-        return [answer for _, answer in sorted(zip(ranks, answers, strict=True), key=lambda pair: pair[0])]
+        return dict(sorted(zip(ranks, answers, strict=True), key=lambda pair: pair[0]))
 
     def byte_counts(self) -> tuple[int, int]:
         """Return the bytes received from and sent to the servers so far."""

@@ -30,7 +30,8 @@ from paceline.data.batch import cut_by_bytes
 from paceline.data.guessing import NO_OPTIONS, ReadOptions
 from paceline.errors import DataError, UsageError
 from paceline.launch.kernels import prepare_kernels
-from paceline.storage.durable_io import replacing, sync_directory
+from paceline.output_files import replacing
+from paceline.storage.durable_io import sync_directory
 from paceline.training.bad_data import BadData, find_bad_lines, no_line_left
 from paceline.training.files.data_files import sample_data
 from paceline.training.files.numeric_scales import fit_scales
