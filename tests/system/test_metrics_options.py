@@ -166,7 +166,7 @@ def test_metrics_of_a_training(paceline: Commands, click_log: tuple[Path, Path],
 def test_one_launcher_publishes_the_servers(paceline: Commands, script: Path, tmp_path: Path) -> None:
     command: list[str | Path] = ["run", "--nnodes", "2", "--strategy", "parameter-server", "--servers", "2"]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(two_free_ports())]
-    paceline.environment |= {"PACELINE_TOKEN": "a token for tests", RANKS: "torch"}
+    paceline.environment.update({"PACELINE_TOKEN": "a token for tests", RANKS: "torch"})
     files = [tmp_path / f"node{node}.jsonl" for node in range(2)]
     nodes = [
         paceline.start(*command, "--node-rank", str(node), "--metrics-file", file, script)

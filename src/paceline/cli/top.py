@@ -14,7 +14,7 @@ def top(
 ) -> None:
     """Show the figures of a running command in the terminal, until the command ends or Ctrl-C.
 
-    They are those of its dashboard: paceline run, train or scheduler with --dashboard PORT.
+    The command is paceline run, train or scheduler with --dashboard PORT. It prints the address.
     Example: paceline top 'http://127.0.0.1:8800/?token=...'
     """
     from rich.console import Console

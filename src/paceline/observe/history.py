@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from paceline.observe.collector import Collector, MetricSink
+from paceline.observe.collector import SILENT_S, Collector, MetricSink
 from paceline.observe.metrics import PHASES, Labels, Samples, Value
 
 MAX_POINTS: Final = 600
@@ -127,6 +127,7 @@ class RunHistory(MetricSink):
                 "seconds": round(self._clock() - self._start_s, 1),
                 "has_ended": self._has_ended,
                 "phases": PHASES,
+                "silent_s": SILENT_S,
                 "series": {"time": list(self._times), **{name: list(values) for name, values in self._series.items()}},
             }
         events = [] if self.collector is None else self.collector.recent_events()

@@ -117,7 +117,10 @@ def draw(state: dict[str, Any], width: int, most_ranks: int) -> RenderableType:
 
 
 def _describe_cluster(state: dict[str, Any]) -> str:
-    facts = [f"{format_count(int(count))} {role}" for role, count in state.get("members", {}).items()]
+    facts = [
+        f"{format_count(int(count))} {role.removesuffix('s') if count == 1 else role}"
+        for role, count in state.get("members", {}).items()
+    ]
     if state.get("epoch") is not None:
         facts.append(f"view {state['epoch']:.0f}")
     if state.get("done") is not None:

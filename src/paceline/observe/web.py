@@ -60,6 +60,8 @@ class WebServer(Closing):
             raise AddressError(
                 f"{option} {text}: cannot listen on {host}:{port}: {reason}. Choose another port, or 0 for a free one"
             ) from None
+        if host in ("0.0.0.0", "::"):  # an address for all interfaces, which a browser does not open everywhere
+            host = socket.gethostname()
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self._server.server_address[1]}"
         self._thread = threading.Thread(

@@ -135,7 +135,8 @@ def test_chromium_draws_the_page(tmp_path: Path) -> None:
     state = {
         "title": "paceline run <b>", "seconds": 65.0, "has_ended": False, "examples": 1500, "done": 0.5,
         "phases": ["data", "forward", "communication"], "series": {"time": [1.0, 2.0], **curves, **empty},
-        "members": {"servers": 1}, "epoch": 2, "failovers": 1, "ranks": ranks, "events": [[3.0, "an event"]],
+        "silent_s": 5.0, "members": {"servers": 1, "workers": 2},
+        "epoch": 2, "failovers": 1, "ranks": ranks, "events": [[3.0, "an event"]],
         "servers": [{"server": 0, "rows": 12345, "memory_bytes": 1e6, "bytes_per_s": 1e3, "held": 0}],
         "waited_for": [{"rank": 1, "waits": {"0": 0.5}, "total": 0.5}],
     }  # fmt: skip
@@ -147,8 +148,8 @@ def test_chromium_draws_the_page(tmp_path: Path) -> None:
     drawn = re.sub(left_out, "", tree, flags=re.DOTALL)
     for text in (
         "running for 1:05, 1.50k examples, 50% done", "paceline run &lt;b&gt;</h1>", "20 examples/s", "0.5000",
-        "1 servers, view 2, 1 failover", "0: 12.3k rows", "rank 1: no report for 60 s", "10/s, step 100 ms",
-        "0.50 s per second", "an event",
+        "1 server, 2 workers, view 2, 1 failover", "0: 12.3k rows", "rank 1: no report for 60 s", "10/s, step 100 ms",
+        "0.50 s per second", "</time>an event",
     ):  # fmt: skip
         assert text in drawn, text
     assert "Staleness" not in drawn  # it has no values

@@ -133,7 +133,7 @@ def shown(state: dict[str, Any], most_ranks: int = 20) -> str:
 
 def test_terminal(clock: Clock) -> None:
     text = shown(run_for(clock, 20).state())
-    assert "running for 0:20, 1 servers" in text
+    assert "running for 0:20, 1 server" in text
     assert "200/s" in text
     assert "0.50 s/s" in text
     assert "▒▒▒▒▒···············" in text  # rank 0 mostly waits

@@ -51,12 +51,14 @@ def test_the_docs_have_every_metric() -> None:
 
 
 def test_every_metric_has_a_source() -> None:
-    """Every name in the source code is a metric, and every metric is set by code outside of the table."""
-    texts = [path.read_text() for path in SOURCE.rglob("*.py") if path.name != "metrics.py"]
+    """Every name in the source code is a metric, and every metric is set by code that does not only read it."""
+    texts = {path: path.read_text() for path in SOURCE.rglob("*.py") if path.name != "metrics.py"}
     assert len(texts) > 500
-    named = {name for text in texts for name in re.findall(r'"(paceline_[a-z_]+)"', text)}
-    named |= {f"paceline_training_{name}" for name in ("loss", "done_ratio")}  # the driver joins these names
-    assert named == set(METRICS)
+    named = {path: set(re.findall(r'"(paceline_[a-z_]+)"', text)) for path, text in texts.items()}
+    read = named.pop(SOURCE / "observe" / "history.py")
+    assert 10 < len(read) < len(METRICS)
+    joined = {f"paceline_training_{name}" for name in ("loss", "done_ratio")}  # the driver joins these names
+    assert joined.union(*named.values()) == set(METRICS) >= read
 
 
 def test_exposition_in_both_formats(values: MetricValues) -> None:

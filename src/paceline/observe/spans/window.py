@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.observe.stuck.recorder import PHASE, FlightRecorder, RecordedOperation
 
 _NAME: Final = "window"
-_NUM_RANKS, _NUM_BEGUN, _NUM_ENDED, _START_NS, _END_NS, _OFFSET_NS = range(6)
+_NUM_RANKS, _NUM_STARTED, _NUM_ENDED, _START_NS, _END_NS, _OFFSET_NS = range(6)
 _BYTES: Final = 48
 _MOST_STEPS: Final = 1000
 
@@ -48,7 +48,7 @@ class StepWindow:
     def is_open(self) -> bool:
         """Whether a rank is in the steps."""
         words = self._words
-        return bool(words[_NUM_BEGUN]) and words[_NUM_ENDED] < words[_NUM_RANKS]
+        return bool(words[_NUM_STARTED]) and words[_NUM_ENDED] < words[_NUM_RANKS]
 
     @property
     def has_ended(self) -> bool:
@@ -57,7 +57,7 @@ class StepWindow:
 
     @property
     def bounds_ns(self) -> tuple[int, int]:
-        """Start and end in nanoseconds since 1970; 0 for a time that has not come."""
+        """Start and end in nanoseconds since 1970; 0 before that time."""
         return self._words[_START_NS], self._words[_END_NS] if self.has_ended else 0
 
     @property
@@ -71,7 +71,7 @@ class StepWindow:
 
     def begin(self) -> None:
         """Record that a rank begins the first step."""
-        self._count(_NUM_BEGUN)
+        self._count(_NUM_STARTED)
 
     def end(self) -> None:
         """Record that a rank has finished the last step."""
@@ -80,7 +80,7 @@ class StepWindow:
     def _count(self, word: int) -> None:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
-            if word == _NUM_BEGUN and not self._words[word]:
+            if word == _NUM_STARTED and not self._words[word]:
                 self._words[_START_NS] = time.time_ns()
             self._words[_END_NS] = time.time_ns()
             self._words[word] += 1

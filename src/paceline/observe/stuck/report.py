@@ -80,12 +80,12 @@ def _describe_operations(states: Sequence[ProcessState]) -> list[str]:
             found.setdefault((activity.text, activity.is_running), []).append((state, activity.seconds))
     lines = []
     for (text, is_running), members in found.items():
-        who = f"{name_processes([state for state, _ in members])}: " if len(found) > 1 else ""
+        names = f"{name_processes([state for state, _ in members])}: " if len(found) > 1 else ""
         seconds = max(seconds for _, seconds in members)
         lines.append(
-            f"  {who}in {text}, for {seconds:.1f} s"
+            f"  {names}in {text}, for {seconds:.1f} s"
             if is_running
-            else f"  {who}in no operation; the last was {text}, {seconds:.1f} s ago"
+            else f"  {names}in no operation; the last was {text}, {seconds:.1f} s ago"
         )
     return lines
 
@@ -140,7 +140,7 @@ def _shorten(state: ProcessState) -> tuple[StackFrame, ...]:
             shown += [*(run if len(run) < 3 else [run[0], _OMITTED, run[-1]]), frame]
             run = []
     inner = frames[own[-1] + 1 :]
-    # If an operation runs, it says where the process waits. The calls inside libraries may differ between processes.
+    # A running operation shows where the process waits, and calls inside libraries may differ between processes.
     if not any(event.end_ns == 0 for event in state.events):
         shown += inner if len(inner) <= _MOST_FRAMES else [inner[0], _OMITTED, *inner[-2:]]
     return tuple(shown)
