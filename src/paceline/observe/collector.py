@@ -39,6 +39,9 @@ _decode = msgspec.msgpack.Decoder(RankReport).decode
 class MetricSink(Closing):
     """Receives the values of all metrics once a second."""
 
+    option = ""
+    """The option and the file of this output, for warnings."""
+
     @abstractmethod
     def write(self, samples: Samples, *, is_last: bool) -> None:
         """Process the current values. `is_last` is true in the last call, at the end of the run."""
@@ -206,8 +209,9 @@ class Collector(Closing):
                 sink.write(self.samples(), is_last=is_last)
             except OSError as error:  # such as a full disk
                 self._sinks.remove(sink)
-                self._warn(f"cannot write metrics: {error}. The run continues without this output")
-                sink.close()
+                self._warn(f"{sink.option}: {error.strerror or error}. The run continues without this output")
+                with contextlib.suppress(OSError):
+                    sink.close()
 
 
 def _restore(before: str | None) -> None:

@@ -62,10 +62,11 @@ class ReportFile(MetricSink):
     def __init__(self, path: Path, history: RunHistory) -> None:
         """Create the file now, so that a wrong path is reported at the start. Raises UsageError."""
         self._path, self._history = path, history
+        self.option = f"--report {path}"
         try:
             path.open("ab").close()
         except OSError as error:
-            raise UsageError(f"--report {path}: {error.strerror or error}. Choose another path") from None
+            raise UsageError(f"{self.option}: {error.strerror or error}. Choose another path") from None
 
     @override
     def write(self, samples: Samples, *, is_last: bool) -> None:

@@ -23,7 +23,7 @@ class MetricLines(MetricSink):
 
     def __init__(self, path: Path) -> None:
         """Create the file. Raises OSError."""
-        self._file = path.open("wb", buffering=0)
+        self._file, self.option = path.open("wb", buffering=0), f"--metrics-file {path}"
         self._due_s = 0.0
 
     @override
@@ -57,6 +57,7 @@ class TensorBoard(MetricSink):
                 "--tensorboard needs tensorboardX, which is not installed: pip install 'paceline[observe]'"
             ) from None
         self._writer: Any = SummaryWriter(str(directory))
+        self.option = f"--tensorboard {directory}"
         self._start_s = self._last_s = time.monotonic()
         self._before: Samples = {}
 

@@ -59,7 +59,7 @@ def open_outputs(
             collector.add_sink(ReportFile(report, history))  # after the history, whose last figures it needs
         servers: dict[str, WebServer] = {}
         if metrics is not None:
-            server = servers[metrics] = stack.enter_context(WebServer(metrics, "--metrics"))
+            server = servers[metrics] = stack.enter_context(WebServer.start(metrics, "--metrics"))
 
             def show_metrics(request: WebRequest) -> Page:
                 return Page(*exposition(collector.samples(), request.accept))
@@ -70,7 +70,7 @@ def open_outputs(
             from paceline.observe.dashboard import add_dashboard
 
             assert history is not None
-            server = servers.get(dashboard) or stack.enter_context(WebServer(dashboard, "--dashboard"))
+            server = servers.get(dashboard) or stack.enter_context(WebServer.start(dashboard, "--dashboard"))
             print(f"{command}: dashboard at {add_dashboard(server, history)}", file=sys.stderr, flush=True)
         if history is not None:
             history.collector = collector

@@ -180,7 +180,7 @@ class ReportSender(Closing):
     """Sends a recorder's reports to a socket, in a thread, until it is closed."""
 
     def __init__(self, recorder: Recorder, path: Path) -> None:
-        """Start the thread. `path` is the launcher's datagram socket."""
+        """Create the sender; :meth:`start` creates and starts it. `path` is the launcher's datagram socket."""
         import psutil
 
         self._recorder, self._path = recorder, path
@@ -190,7 +190,13 @@ class ReportSender(Closing):
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REPORT_BYTES)
         self._socket.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="paceline-metrics", daemon=True)
-        self._thread.start()
+
+    @classmethod
+    def start(cls, recorder: Recorder, path: Path) -> ReportSender:
+        """Create a sender, and start its thread."""
+        sender = cls(recorder, path)
+        sender._thread.start()
+        return sender
 
     @override
     def close(self) -> None:
@@ -231,7 +237,7 @@ def start(settings: Environment, *, rank: int | None = None) -> Recorder | None:
         rank = settings.rank or 0 if rank is None else rank
         recorder = Recorder(rank=rank, world_size=settings.world_size or 1)
         if settings.metrics is not None:
-            _sender = ReportSender(recorder, settings.metrics)
+            _sender = ReportSender.start(recorder, settings.metrics)
         if settings.timeline_steps is not None and settings.job_dir is not None:
             with contextlib.suppress(OSError):  # the training works without a timeline
                 window = StepWindow(settings.job_dir)

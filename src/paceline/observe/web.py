@@ -48,7 +48,7 @@ class WebServer(Closing):
     """Serves pages by path, in threads, until it is closed."""
 
     def __init__(self, text: str, option: str) -> None:
-        """Listen on the place ``text`` of an option. Raises UsageError for an invalid place, AddressError if in use."""
+        """Bind the place ``text`` of an option. Raises UsageError for an invalid place, AddressError if in use."""
         self.routes: dict[str, Callable[[WebRequest], Page]] = {}
         host, port = parse_place(text, option)
         handler = type("_RoutedHandler", (_PageHandler,), {"pages": self.routes})
@@ -67,7 +67,13 @@ class WebServer(Closing):
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="paceline-web", daemon=True
         )
-        self._thread.start()
+
+    @classmethod
+    def start(cls, text: str, option: str) -> WebServer:
+        """Bind the place ``text`` of an option, and start the thread. Raises as the constructor."""
+        server = cls(text, option)
+        server._thread.start()
+        return server
 
     @override
     def close(self) -> None:

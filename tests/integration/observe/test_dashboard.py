@@ -88,7 +88,7 @@ def test_a_report_is_one_page_with_the_last_figures(tmp_path: Path) -> None:
 
 
 def test_a_browser_that_leaves_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with WebServer("0", "--dashboard") as server:
+    with WebServer.start("0", "--dashboard") as server:
         asked, may_answer = threading.Event(), threading.Event()
 
         threads = []

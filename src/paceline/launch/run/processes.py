@@ -156,7 +156,7 @@ class RunJob(Closing):
             path = options.timeline
             path = path.with_stem(f"{path.stem}.node{layout.node}") if layout.node else path
             check_timeline(path)
-            timeline = TimelineTask(job.folder, path, steps, len(layout.ranks), report)
+            timeline = TimelineTask.start(job.folder, path, steps, len(layout.ranks), report)
             job.variables["PACELINE_TIMELINE_STEPS"] = f"{steps.start}:{steps.stop}"
         return cls(job, options.flight_recorder, timeline)
 

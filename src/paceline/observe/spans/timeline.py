@@ -53,13 +53,21 @@ class TimelineTask(Closing):
     """Waits in a thread until all ranks have finished the steps, and then writes the timeline."""
 
     def __init__(self, folder: Path, path: Path, steps: range, num_ranks: int, report: Callable[[str], None]) -> None:
-        """`folder` is the job's folder. `report` receives one sentence when the timeline is written."""
+        """See :meth:`start`."""
         self._folder, self._path, self._steps, self._report = folder, path, steps, report
         self._window = StepWindow.create(folder, num_ranks)
         self._closed = threading.Event()
         self._is_written = False
         self._thread = threading.Thread(target=self._run, name="paceline-timeline", daemon=True)
-        self._thread.start()
+
+    @classmethod
+    def start(
+        cls, folder: Path, path: Path, steps: range, num_ranks: int, report: Callable[[str], None]
+    ) -> TimelineTask:
+        """Start the thread. `folder` is the job's folder. `report` receives a sentence when the timeline is written."""
+        task = cls(folder, path, steps, num_ranks, report)
+        task._thread.start()
+        return task
 
     def finish(self) -> None:
         """Write the timeline of a run that has ended, unless it is written already."""

@@ -45,7 +45,7 @@ class ProcessState(NamedTuple):
 
 
 def collect(folders: Sequence[Path]) -> list[ProcessState]:
-    """Return the state of each living process in the jobs' folders. Takes at most about two seconds."""
+    """Return the state of each living process in the jobs' folders. Takes about two seconds for each folder at most."""
     return [state for folder in folders for state in _collect_folder(folder)]
 
 

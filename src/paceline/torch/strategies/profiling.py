@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.strategies.profile import LayerProfile, ModelProfile, StepRecord, write_record
 from paceline.torch.embeddings.modules import SparseRows
+from paceline.torch.strategies.step_phases import num_examples
 
 if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy
@@ -89,7 +90,7 @@ class StepProfiler:
                     raise SystemExit(0)
 
     def _begin_step(self, batch: Any) -> None:
-        self._batch_size = max(self._batch_size, _rows_of(batch))
+        self._batch_size = max(self._batch_size, num_examples(batch))
         self._loss = None
         if self._num_steps is not None:
             return
@@ -309,8 +310,3 @@ def _recorded_backward(begin: Callable[[Any], None], end: Callable[[], None]) ->
     torch.autograd.backward = backward  # Tensor.backward calls it by this name
     stack.callback(setattr, torch.autograd, "backward", original)
     return stack
-
-
-def _rows_of(batch: Any) -> int:
-    """Return the number of examples in a batch: the length of its first tensor."""
-    return next((len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)

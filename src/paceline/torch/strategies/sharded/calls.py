@@ -6,7 +6,6 @@ the result. The gradient of a gathered parameter is averaged over the processes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
 from paceline.torch.strategies.base import Strategy
+from paceline.torch.strategies.step_phases import tensors_in
 
 _NUMBERS: Final = ("item", "tolist", "__bool__", "__float__", "__format__", "__index__", "__int__", "__reduce_ex__")
 _RANDOM: Final = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "rand_like", "randn_like", "dropout")
@@ -60,7 +60,7 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
     with torch._C.DisableTorchFunctionSubclass():
         if name == "__get__":
             return function(*args, **kwargs)
-        tensors = list(_tensors_in((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
         strategy = next((_strategies[mesh] for mesh in meshes if mesh in _strategies), None)
         if strategy is None:
@@ -93,17 +93,6 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
                 pass  # try again with complete tensors; an error that does not concern shards occurs again
         strategy._ranks.exchange_as(f"computes with complete parameters in {name}()", None)
         return _compute(strategy, function, name, args, kwargs)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested lists, tuples and dictionaries, much faster than PyTorch's ``tree_leaves``."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors_in(part)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
 
 
 def _compute(strategy: Strategy, function: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -166,7 +155,7 @@ def _mark(result: Any, source: Any) -> Any:
     """Mark results that were gathered from shards of `source`: a change of such a result does not change `source`."""
     if isinstance(source, DTensor):
         is_cut = any(isinstance(placement, Shard) for placement in source.placements)
-        for leaf in _tensors_in(result):
+        for leaf in tensors_in(result):
             if isinstance(leaf, DTensor) and leaf is not source:
                 is_copy = is_cut and not any(isinstance(own_placement, Shard) for own_placement in leaf.placements)
                 leaf.is_copy_of_part = is_copy or getattr(source, "is_copy_of_part", False)  # type: ignore[attr-defined]
