@@ -89,7 +89,7 @@ def show_top(url: str, console: Console) -> None:
 def draw(state: dict[str, Any], width: int, most_ranks: int) -> RenderableType:
     """Return the figures for a terminal of `width` cells.
 
-    Of more than `most_ranks` ranks, it shows ranks that are silent, and ranks for which others wait.
+    It shows at most `most_ranks` ranks: first the silent ranks, then the ranks for which others wait.
     """
     status = "ended after" if state["has_ended"] else "running for"
     parts: list[RenderableType] = [

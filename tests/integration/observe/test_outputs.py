@@ -70,6 +70,7 @@ def test_reports_reach_every_output(tmp_path: Path, capsys: pytest.CaptureFixtur
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert lines[-1]["metrics"]["paceline_examples_total"] == [{"rank": "3", "value": 7.0}]
     assert lines[-1]["metrics"]["paceline_rank_memory_bytes"][0]["value"] > 1e6
+    assert lines[-1]["metrics"]["paceline_rank_last_seen_seconds"] == [{"rank": "3", "value": 0.0}]  # it has ended
     scalars = read_scalars(board)
     assert scalars["paceline_step_seconds/rank_3/mean"] == pytest.approx(0.5)
     assert scalars["paceline_examples_total/rank_3/per_second"] > 0
