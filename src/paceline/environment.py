@@ -337,8 +337,12 @@ Timeout: TypeAlias = timedelta | float
 def timedelta_of(timeout: Timeout) -> timedelta:
     """Return a timeout as a timedelta. Raises UsageError for a negative number, and for values of other types."""
     found: timedelta | None = None
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
+    try:
         found = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except OverflowError:
+        found = timedelta.max if isinstance(timeout, float | int) and 0 < timeout < float("inf") else None
+    except (TypeError, ValueError):
+        pass
     if found is None or found < timedelta(0) or isinstance(timeout, bool):
         raise UsageError(f"timeout={timeout!r}: expected seconds, or a timedelta such as timedelta(minutes=1)")
     return found

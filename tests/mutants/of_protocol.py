@@ -222,8 +222,8 @@ OF_PROTOCOL: Final = (
         "member-before-filled",
         "a server is a member of a chain before it is filled",
         "protocol/chains.py",
-        "return Chain(members, filling if filling in missing else missing[0])",
-        "return Chain((*members, missing[0]), None)",
+        "        return Chain(members, filling)\n\n",
+        "        return Chain((*members, missing[0]), None)\n\n",
         unit=_CHAINS,
     ),
     Defect(

@@ -99,6 +99,7 @@ def test_explain(commands: Commands) -> None:
     assert not (commands.folder / "checkpoint").exists()
 
 
+@pytest.mark.thorough
 def test_compare_and_explain(commands: Commands) -> None:
     strategies = "all-reduce,parameter-server:eventual"
     words = ["compare", "--json", "--steps", "12", "--strategies", strategies, "train.py", "100"]
@@ -121,6 +122,7 @@ def test_compare_and_explain(commands: Commands) -> None:
     assert measured["sharded"] is None
 
 
+@pytest.mark.thorough
 def test_automatic_strategy(commands: Commands) -> None:
     """Servers are slow on the stored machine. The script then runs to its end, and writes its checkpoint."""
     finished = commands.succeed("run", "--strategy", "auto", "--nproc-per-node", str(RANKS), "train.py", "30")
@@ -135,7 +137,11 @@ def test_automatic_strategy(commands: Commands) -> None:
     [
         ("print('no strategy')", "script.py ended before its steps could be measured. A script must train on a loader"),
         ("import sys; sys.exit('no data')", "script.py failed with status 1: no data"),
-        (SCRIPT.replace("range(20)", "range(1)"), "script.py ended before its steps could be measured"),
+        pytest.param(
+            SCRIPT.replace("range(20)", "range(1)"),
+            "script.py ended before its steps could be measured",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_scripts_that_cannot_be_measured(commands: Commands, script: str, message: str) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from typing_extensions import override
 
 from paceline.closing import Closing
+from paceline.decoded_types import register_type
 from paceline.errors import AddressError
 from paceline.observe.metrics import Labels, MetricValues, Samples, is_valid
 from paceline.observe.recording import MAX_REPORT_BYTES, RankReport
@@ -33,7 +34,7 @@ _MAX_EVENTS: Final = 200
 _MAX_OPEN_EXCHANGES: Final = 1024
 _MAX_RANKS: Final = 1 << 16
 
-_decode = msgspec.msgpack.Decoder(RankReport).decode
+_decode = msgspec.msgpack.Decoder(register_type(RankReport)).decode
 
 
 class MetricSink(Closing):

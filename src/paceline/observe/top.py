@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from paceline.decoded_types import register_type
 from paceline.errors import PeerError, UsageError
 from paceline.observe.collector import SILENT_S
 from paceline.observe.table import format_bytes, format_count, format_duration, format_rate
@@ -53,7 +54,7 @@ def fetch_state(url: str) -> dict[str, Any]:
         raise UsageError(f"{url}: expected the address that --dashboard has printed, http://HOST:PORT/?token=TOKEN")
     try:
         with _opener.open(f"http://{parts.netloc}/state?{parts.query}", timeout=_TIMEOUT_S) as answer:
-            found: dict[str, Any] = msgspec.json.decode(answer.read(), type=dict[str, Any])
+            found: dict[str, Any] = msgspec.json.decode(answer.read(), type=register_type(dict[str, Any]))
             return found
     except HTTPError as error:
         error.close()

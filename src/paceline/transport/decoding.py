@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from paceline import errors
+from paceline.decoded_types import register_type
 from paceline.errors import PacelineError, PeerError, ProtocolError, printable
 
 UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 """The errors that msgspec raises for values of a wrong type or size, for too deep nesting, and for invalid UTF-8."""
-
-_lock = threading.Lock()
-_known: set[Any] = set()
-_Kind = TypeVar("_Kind")
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
-
-
-def register_type(kind: _Kind) -> _Kind:
-    """Register a type with msgspec and return it. The caller must do this before it first decodes the type.
-
-    At the first use of a type, msgspec collects the fields of the type. If two threads do this at the same time, the
-    process crashes (msgspec 0.22). This function does it under a lock.
-    """
-    if kind not in _known:
-        with _lock:
-            msgspec.msgpack.Decoder(kind)
-            _known.add(kind)
-    return kind
 
 
 def read_meta(meta: bytes | memoryview, kind: Any, name: str) -> Any:

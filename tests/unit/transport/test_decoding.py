@@ -59,4 +59,4 @@ def test_no_type_is_decoded_without_registration() -> None:
         for line in path.read_text().splitlines()
         if direct.search(line)
     ]
-    assert found == ["transport/decoding.py: msgspec.msgpack.Decoder(kind)"]
+    assert found == ["decoded_types.py: msgspec.msgpack.Decoder(kind)"]

@@ -16,6 +16,7 @@ from msgspec import Struct
 from typing_extensions import override
 
 from paceline.closing import Closing
+from paceline.decoded_types import register_type
 from paceline.errors import PacelineError, UsageError
 from paceline.observe.stuck.processes import ABOUT, WatchedProcess, find_start, read_processes, write_process
 from paceline.output_files import replacing
@@ -157,7 +158,7 @@ def _running(owner: int, places: set[str]) -> Iterator[tuple[JobInfo, Path]]:
         for folder in (*Path(place).glob("paceline-job-*"), *Path(place).glob("paceline-cluster-*/job")):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 if folder.lstat().st_uid == owner:
-                    info = msgspec.json.decode((folder / ABOUT).read_bytes(), type=JobInfo)
+                    info = msgspec.json.decode((folder / ABOUT).read_bytes(), type=register_type(JobInfo))
                     if info.launcher.is_alive():
                         yield info, folder
 

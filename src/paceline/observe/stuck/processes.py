@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from paceline.decoded_types import register_type
 from paceline.environment import environment
 from paceline.errors import PacelineError
 from paceline.observe.stuck.recorder import BUFFER_BYTES, TIMELINE_BYTES, FlightRecorder
@@ -158,7 +159,7 @@ def read_processes(folder: Path) -> list[WatchedProcess]:
     for path in folder.glob("*.json"):
         with contextlib.suppress(OSError, msgspec.DecodeError):
             if path.name != ABOUT:
-                found.append(msgspec.json.decode(path.read_bytes(), type=WatchedProcess))
+                found.append(msgspec.json.decode(path.read_bytes(), type=register_type(WatchedProcess)))
     return sorted(found, key=lambda process: (process.name.split()[0], process.rank or 0, process.name))
 
 

@@ -18,6 +18,8 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from paceline.decoded_types import register_type
+
 NUM_EVENTS: Final = 1024
 _EVENT_BYTES: Final = 256
 _EVENT_WORDS: Final = _EVENT_BYTES // 8
@@ -173,7 +175,7 @@ def read_events(data: bytes, start_ns: int = 0, end_ns: int = 0) -> list[Recorde
         (length,) = _LENGTH.unpack_from(data, at + _WORDS.size)
         text = data[at + _WORDS.size + _LENGTH.size :][:length]
         try:
-            operation = msgspec.json.decode(text, type=RecordedOperation)
+            operation = msgspec.json.decode(text, type=register_type(RecordedOperation))
         except msgspec.DecodeError:
             continue  # the process is writing this event
         events.append(RecordedEvent(number, operation, began_ns, ended_ns, sequence, count, clock, thread))
@@ -185,7 +187,7 @@ def read_groups(text: bytes) -> dict[int, RecordedGroup]:
     groups = {}
     for line in text.splitlines():
         try:
-            group = msgspec.json.decode(line, type=RecordedGroup)
+            group = msgspec.json.decode(line, type=register_type(RecordedGroup))
         except msgspec.DecodeError:
             continue  # the process was killed while it wrote the line
         groups[group.number] = group
