@@ -1,8 +1,9 @@
 """Communication between processes: frames, servers, client channels, authentication."""
 
+from paceline.decoded_types import register_type
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
-from paceline.transport.decoding import UNREADABLE, error_meta, error_of, read_meta, reader, register_type
+from paceline.transport.decoding import UNREADABLE, error_meta, error_of, read_meta, reader
 from paceline.transport.frames import (
     FIRST_APPLICATION_KIND,
     HEADER,

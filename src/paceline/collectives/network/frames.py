@@ -23,8 +23,9 @@ import msgspec
 
 from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
+from paceline.decoded_types import register_type
 from paceline.errors import ProtocolError
-from paceline.transport.decoding import UNREADABLE, register_type
+from paceline.transport.decoding import UNREADABLE
 
 HEADER: Final = struct.Struct("<HBBIQQQ")
 HEADER_BYTES: Final = HEADER.size

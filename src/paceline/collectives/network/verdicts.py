@@ -13,8 +13,9 @@ import msgspec
 from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall, describe_mismatch
 from paceline.collectives.network.frames import Head
+from paceline.decoded_types import register_type
 from paceline.errors import CollectiveError, name_ranks
-from paceline.transport.decoding import UNREADABLE, register_type
+from paceline.transport.decoding import UNREADABLE
 
 _REFUSES: Final = "the group refuses further work"
 _MAX_TEXT: Final = 100_000

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from typing_extensions import Self
 
+from paceline.decoded_types import register_type
 from paceline.environment import Environment
 from paceline.errors import UsageError
-from paceline.transport.decoding import register_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,9 @@ from typing import Final
 import msgspec
 from typing_extensions import override
 
+from paceline.decoded_types import register_type
 from paceline.errors import UsageError, printable
 from paceline.launch.screen import LineSplitter, Screen
-from paceline.transport.decoding import register_type
 from paceline.version import __version__
 
 from .engine import RunRole, report

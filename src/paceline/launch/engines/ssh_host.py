@@ -22,10 +22,10 @@ from typing import Any, Final
 
 import msgspec
 
+from paceline.decoded_types import register_type
 from paceline.errors import AddressError
 from paceline.launch.supervisor import Child, Supervisor, read_line, spawn
 from paceline.meeting.rendezvous import own_host
-from paceline.transport.decoding import register_type
 from paceline.version import __version__
 
 REPLY: Final = b"\x1epaceline "

@@ -23,8 +23,9 @@ from typing import TypeVar
 
 import msgspec
 
+from paceline.decoded_types import register_type
 from paceline.errors import AuthenticationError, ProtocolError, UsageError, VersionError
-from paceline.transport.decoding import UNREADABLE, register_type
+from paceline.transport.decoding import UNREADABLE
 from paceline.transport.frames import PROTOCOL_VERSION
 
 NONCE_BYTES = 32
