@@ -67,11 +67,12 @@ def commands(paceline: Commands, monkeypatch: pytest.MonkeyPatch) -> Commands:
 def test_profile(commands: Commands) -> None:
     """The measured layers have their parameters, times and rows. The script writes nothing, and ends early."""
     directory = commands.folder / "profile" / "0"
-    directory.mkdir(parents=True)
+    (commands.folder / "profile" / "other").mkdir(parents=True)  # not a copy of this program, so nothing waits for it
     commands.environment["PACELINE_PROFILE"] = str(directory)
     finished = commands.succeed("run", "--strategy", "one-device", "train.py", "100")
     assert finished.out == ""
     assert not (commands.folder / "checkpoint").exists()
+    assert sorted(path.name for path in directory.iterdir()) == ["profile.json", "started"]
     profile = read_record(directory / "profile.json", ModelProfile)
     assert [layer.name for layer in profile.layers] == ["0", "2", "4"]
     assert [layer.parameter_bytes for layer in profile.layers] == [1600, 8320, 132]

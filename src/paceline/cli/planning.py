@@ -32,7 +32,7 @@ def explain(options: ExplainOptions) -> None:
     with BenchProgress() as progress:
         command, situation = explaining.measure_situation(options, progress.show)
     found = predictions.predict_all(situation)
-    measured = explaining.measured_steps(command, situation, [prediction.contender.label for prediction in found])
+    measured = explaining.measured_steps(command, situation, found)
     if options.json:
         typer.echo(json_module.dumps(explaining.as_json(situation, found, measured)))
     else:

@@ -19,6 +19,7 @@ import numpy as np
 
 from paceline.bench.collectives import BenchPlan, bench_collectives
 from paceline.environment import num_cores
+from paceline.output_files import replacing
 from paceline.planning.links import Curve, Machine, StrategyCost
 from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import Contender, Situation, predict_step
@@ -54,7 +55,7 @@ class StoredMachine:
 
 @dataclass(slots=True)
 class StoredResults:
-    """The file with the measured steps of ``paceline compare``, in seconds, by script, number of ranks and strategy."""
+    """The file with the measured steps of ``paceline compare``, in seconds, by the key of :func:`key_of`."""
 
     steps_s: dict[str, float] = field(default_factory=dict)
 
@@ -172,16 +173,16 @@ def store_results(results: StoredResults) -> None:
     _write(folder() / "compared.json", msgspec.json.encode(StoredResults(dict(newest))))
 
 
-def key_of(command: MeasuredCommand, ranks: int, label: str) -> str:
-    """Return the key of a result."""
-    return f"{command.name} | {ranks} ranks | {label}"
+def key_of(command: MeasuredCommand, ranks: int, contender: Contender) -> str:
+    """Return the key of a result: everything that the measured step depends on."""
+    machine = f"{__version__} | {platform.node()} | {num_cores()} cores"
+    return f"{machine} | {command.name} | {ranks} ranks | {contender.label} | servers: {contender.servers}"
 
 
 def _write(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_bytes(content)
-        part.replace(path)
+        with replacing(path) as part:
+            part.write_bytes(content)
     except OSError:
         pass  # the next command measures again

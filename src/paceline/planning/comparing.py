@@ -71,10 +71,10 @@ def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[St
     predictions = [predict_step(situation, contender) for contender in chosen]  # before the runs, which take minutes
     for contender, prediction in zip(chosen, predictions, strict=True):
         show(f"running {command.script} under {contender.label} ...")
-        records = command.record(contender, ranks, options.steps)
+        records = command.record(contender, ranks, options.steps, prediction.step_s)
         comparison = StepComparison(prediction=prediction, records=tuple(records))
         results = load_results()
-        key = key_of(command, ranks, contender.label)
+        key = key_of(command, ranks, contender)
         results.steps_s.pop(key, None)  # so that the newest result is the last one
         results.steps_s[key] = comparison.step_s
         store_results(results)
@@ -82,7 +82,7 @@ def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[St
 
 
 def comparison_as_json(comparison: StepComparison) -> dict[str, Any]:
-    """Return the object for ``--json``. Losses that are not finite are null."""
+    """Return the object for ``--json``. Losses that are not finite are left out."""
     return {
         "strategy": comparison.prediction.contender.label,
         "predicted_s": comparison.prediction.step_s,

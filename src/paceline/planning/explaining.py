@@ -111,12 +111,15 @@ def as_json(situation: Situation, predictions: Sequence[StepPrediction], measure
     }
 
 
-def measured_steps(command: MeasuredCommand, situation: Situation, labels: Sequence[str]) -> dict[str, float]:
+def measured_steps(
+    command: MeasuredCommand, situation: Situation, predictions: Sequence[StepPrediction]
+) -> dict[str, float]:
     """Return the steps that ``paceline compare`` has measured for this script, by label. Only for one node."""
     if situation.shape.nodes > 1:
         return {}
     stored, ranks = load_results().steps_s, situation.shape.ranks_per_node
-    keys = {label: key_of(command, ranks, label) for label in labels}
+    contenders = [prediction.contender for prediction in predictions]
+    keys = {contender.label: key_of(command, ranks, contender) for contender in contenders}
     return {label: stored[key] for label, key in keys.items() if key in stored}
 
 
@@ -150,8 +153,8 @@ def show_explanation(
     console.print(f"its bottleneck: {best.bottleneck}; it needs {_REMEDIES[best.bottleneck]}")
     for sentence in find_changes(situation):
         console.print(sentence)
-    steps_s = situation.profile.steps_s
-    for remark in (_server_bound(situation), _describe_embedding(situation), describe_noise(steps_s)):
+    noise = describe_noise(situation.profile.steps_s) or describe_noise(situation.alone.steps_s)
+    for remark in (_server_bound(situation), _describe_embedding(situation), noise):
         if remark is not None:
             console.print(remark)
 
@@ -171,8 +174,8 @@ def _server_bound(situation: Situation) -> str | None:
     servers = min(situation.servers or 0, shape.nodes)
     if shape.link is None or not servers or shape.nodes < 2:
         return None
-    num_bytes = situation.profile.parameter_bytes * shape.ranks_per_node
-    seconds = byteps_optimum_s(num_bytes, shape.nodes, servers, shape.link.bytes_per_s)
+    # The ranks of a node reduce inside of the node first, so a node sends the gradients once.
+    seconds = byteps_optimum_s(situation.profile.parameter_bytes, shape.nodes, servers, shape.link.bytes_per_s)
     return (
         f"lower bound of the messages with {servers} separate servers, if the nodes run servers too (BytePS): "
         f"{seconds * 1e3:,.2f} ms"
@@ -196,21 +199,30 @@ def choose_options(options: RunOptions, show: Callable[[str], None]) -> tuple[Ru
 
     Raises UsageError for options that do not apply.
     """
-    given = {
-        "--nnodes": options.nnodes,
-        "--servers": options.servers,
-        "--consistency": options.consistency,
-        "--cluster": options.cluster,
-        "--hosts": options.engine.hosts,
-        "--on": options.engine.on,
-        "--min-ranks": options.flags.elastic.min_ranks,
+    machines = {
+        "nnodes": options.nnodes,
+        "cluster": options.cluster,
+        "hosts": options.engine.hosts,
+        "on": options.engine.on,
     }
-    for name, value in given.items():
-        if value is not None:
-            raise UsageError(
-                f"--strategy auto: chooses a strategy for the ranks of this machine. Leave {name} {value} out, or "
-                "choose the strategy with paceline explain"
-            )
+    of_strategies = {
+        "servers": options.servers,
+        "consistency": options.consistency,
+        "stale": options.stale,
+        "replicas": options.replicas,
+        "filters": options.filters,
+        **options.flags.given(),
+    }
+    for rule, given in (
+        ("chooses a strategy for the ranks of this machine", machines),
+        ("options of one strategy do not apply", of_strategies),
+    ):
+        for name, value in given.items():
+            if value is not None:
+                words = f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')} {value}"
+                raise UsageError(
+                    f"--strategy auto: {rule}. Leave {words} out, or choose the strategy with paceline explain"
+                )
     if options.module or options.no_python:
         raise UsageError("--strategy auto: needs a Python script. Choose the strategy yourself for a module or program")
     chosen = ExplainOptions(script=options.script, arguments=options.arguments, nproc_per_node=options.nproc_per_node)
@@ -222,4 +234,7 @@ def choose_options(options: RunOptions, show: Callable[[str], None]) -> tuple[Ru
     changed = replace(options, strategy=contender.strategy, nproc_per_node=ranks)
     if contender.consistency is not None:
         changed = replace(changed, consistency=contender.consistency, servers=contender.servers)
-    return changed, explain_choice(best, predictions)
+    reason = explain_choice(best, predictions)
+    if ranks < situation.shape.ranks_per_node:
+        reason += f"; runs 1 process instead of {situation.shape.ranks_per_node}"
+    return changed, reason

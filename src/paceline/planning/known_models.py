@@ -1,4 +1,4 @@
-"""Describe known models, for predictions without a script. Sizes are exact; times are those of published benchmarks.
+"""Describe known models, for predictions without a script. Sizes are rounded.
 
 Sources: He et al. 2015 (ResNet) and Simonyan and Zisserman 2014 (VGG) for the layers. The images per second of one
 NVIDIA P100, with 64 images per batch, are those of TensorFlow's benchmarks of 2017
@@ -9,17 +9,17 @@ logistic regression are rough estimates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Final
-
-import numpy as np
 
 from paceline.errors import UsageError
 from paceline.strategies.profile import LayerProfile, ModelProfile, read_record
 
 _FORWARD_SHARE: Final = 1 / 3
-_QUANTILES: Final = 200
+_QUANTILES: Final = 10_000
 _M: Final = 1_000_000
 
 _RESNET50: Final = [(0.01, 118), (0.22, 668), (1.22, 1032), (7.1, 1464), (14.96, 808), (2.05, 2)]
@@ -87,10 +87,12 @@ def find_model(name: str) -> ModelProfile:
 
 
 def varied(step_s: float, variation: float) -> tuple[float, ...]:
-    """Return quantiles of a lognormal distribution with this mean and this coefficient of variation."""
+    """Return equidistant quantiles of a lognormal distribution with this mean and this coefficient of variation.
+
+    The distribution's tail ends at the last quantile, so waiting is too short for far more ranks than quantiles.
+    """
     if not variation:
         return (step_s,)
-    random = np.random.default_rng(0)
-    sigma = np.sqrt(np.log(1 + variation**2))
-    draws = np.exp(sigma * np.sort(random.standard_normal(_QUANTILES)))
-    return tuple((draws * step_s / draws.mean()).tolist())
+    variance = math.log(1 + variation**2)
+    normal = NormalDist(math.log(step_s) - variance / 2, math.sqrt(variance))
+    return tuple(math.exp(normal.inv_cdf((number + 0.5) / _QUANTILES)) for number in range(_QUANTILES))

@@ -49,7 +49,7 @@ class PlayedStep:
 
 
 class RankPlay:
-    """Adds the tasks of one rank's step. Abstract parts of all strategies."""
+    """Adds the tasks of one rank's step: the parts that several strategies have in common."""
 
     def __init__(self, profile: ModelProfile, shape: ClusterShape, machine: Machine, cost: StrategyCost) -> None:
         self.profile, self.shape, self.machine, self.cost = profile, shape, machine, cost
@@ -77,17 +77,19 @@ class RankPlay:
         last = self.list.add("messages", local_s, self.messaging, *after)
         if self.shape.link is None:
             return last
-        return self._network(all_reduce_s(num_bytes, self.shape.nodes, self.shape.link), 2 * num_bytes, last)
+        seconds = all_reduce_s(num_bytes, self.shape.nodes, self.shape.link)
+        return self._network(seconds, 4 * num_bytes, last)
 
     def gather(self, num_bytes: float, *after: int) -> int:
         """Add an all-gather or a reduce-scatter of `num_bytes` in total."""
         if self.shape.link is None:
             return self.list.add("messages", self.machine.all_reduce.at(num_bytes) / 2, self.messaging, *after)
-        return self._network(gather_s(num_bytes, self.shape.nodes, self.shape.link), num_bytes, *after)
+        return self._network(gather_s(num_bytes, self.shape.nodes, self.shape.link), 2 * num_bytes, *after)
 
     def _network(self, seconds: float, num_bytes: float, *after: int) -> int:
-        """Add a transfer of `num_bytes` in both directions. A core of the node works for it."""
-        busy = self.machine.socket_s_per_byte * num_bytes / seconds if seconds else 0.0
+        """Add a transfer between n nodes. Each node sends and receives (n - 1) / n of `num_bytes` together."""
+        moved = num_bytes * (self.shape.nodes - 1) / self.shape.nodes
+        busy = self.machine.socket_s_per_byte * moved / seconds if seconds else 0.0
         loads = {OUT: 1.0, IN: 1.0, CPU: min(busy, 1.0) / self.machine.num_cores}
         return self.list.add("wire", seconds * max(busy, 1.0), loads, *after)
 

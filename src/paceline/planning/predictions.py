@@ -22,7 +22,7 @@ from paceline.planning.plays import (
     play_sharded,
     units_of,
 )
-from paceline.planning.waiting import barrier_s, without_outliers
+from paceline.planning.waiting import barrier_s
 from paceline.protocol.consistency import Sequential, parse_consistency
 from paceline.strategies import check_strategy
 from paceline.strategies.profile import ModelProfile
@@ -107,7 +107,10 @@ class StepPrediction:
     examples_per_s: float
     """Examples per second of all ranks together."""
     memory_bytes: float
-    """Bytes per rank for parameters, gradients, optimizer state and activations."""
+    """Bytes per rank for parameters, gradients, optimizer state and activations.
+
+    Embeddings of ``paceline.torch`` are not counted, because the number of their rows is not known.
+    """
     parts: dict[Kind, float]
     """Seconds of the step's critical path by kind."""
 
@@ -236,21 +239,21 @@ def _microbatches(situation: Situation) -> int:
 
 
 def _waiting_s(profile: ModelProfile, ranks: int, tau: int | None) -> float:
-    draws = without_outliers(profile.steps_s)
-    return max(barrier_s(draws, ranks, tau) - statistics.fmean(draws), 0.0)
+    return max(barrier_s(profile.steps_s, ranks, tau) - statistics.fmean(profile.steps_s), 0.0)
 
 
 def _memory_bytes(contender: Contender, profile: ModelProfile, ranks: int) -> float:
     parameters, state = profile.parameter_bytes, profile.optimizer_bytes
+    other = profile.activation_bytes + profile.table_bytes
     complete = 2 * parameters + state
     if contender.strategy == "parameter-server":
         complete = 2 * parameters  # the servers have the optimizer's state
     elif contender.strategy == "sharded":
         units = [profile.layers[number].parameter_bytes for number in units_of(profile.layers)]
-        return complete / ranks + 2 * max(units, default=0) + profile.activation_bytes
+        return complete / ranks + 2 * max(units, default=0) + other
     elif contender.strategy == "pipeline":
-        return (complete + profile.activation_bytes) / ranks
-    return complete + profile.activation_bytes
+        return (complete + other) / ranks
+    return complete + other
 
 
 def predict_all(situation: Situation) -> list[StepPrediction]:

@@ -26,11 +26,13 @@ from paceline.launch.supervisor import Supervisor, spawn
 from paceline.planning.options import ScriptOptions
 from paceline.planning.predictions import Contender
 from paceline.planning.waiting import without_outliers
-from paceline.strategies.profile import LayerProfile, ModelProfile, StepRecord, read_record
+from paceline.strategies.profile import COPIES, STARTED, LayerProfile, ModelProfile, StepRecord, read_record
 from paceline.temporary import TemporaryFolder
 
 _PATIENCE_S: Final = 300.0
-"""A script must reach its training loop, and end the measured steps, in this time."""
+"""A script must reach its training loop, and end a few dozen steps, in this time."""
+_SLOWER: Final = 10
+"""Steps may take this many times as long as predicted."""
 _END_S: Final = 5.0
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _FOREIGN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_SCHEDULER", "PACELINE_COORDINATOR")
@@ -64,24 +66,29 @@ class MeasuredCommand:
             variables = {"PACELINE_STRATEGY": "one-device", "OMP_NUM_THREADS": str(threads)}
             for place in places:
                 place.mkdir()
+                (place / COPIES).touch()
             devices = [{} if device is None else {_DEVICES: device} for device in devices_of(copies)]
             added = [
                 {**variables, **device, "PACELINE_PROFILE": str(place)}
                 for place, device in zip(places, devices, strict=True)
             ]
-            self._run([command] * copies, added)
+            self._run([command] * copies, added, _PATIENCE_S)
             files = [place / "profile.json" for place in places]
             return _mean([read_record(file, ModelProfile) for file in files if self._is_measured(file)])
 
-    def record(self, contender: Contender, ranks: int, steps: int) -> list[StepRecord]:
-        """Run the script under a strategy for `steps` steps, and return the record of each rank. Raises like above."""
+    def record(self, contender: Contender, ranks: int, steps: int, step_s: float = 0.0) -> list[StepRecord]:
+        """Run the script under a strategy for `steps` steps, and return the record of each rank.
+
+        `step_s` is the predicted step: long predictions allow more time. Raises like :meth:`profile`.
+        """
         ranks = 1 if contender.strategy == "one-device" else ranks
         words = [*contender.words(), "--nproc-per-node", str(ranks), *(["-m"] if self.is_module else [])]
         if contender.strategy == "pipeline":
             words += ["--stages", str(ranks)]
         command = module_command("paceline", "run", *words, self.script, *self.arguments)
         with TemporaryFolder.make("record") as folder:
-            self._run([command], [{"PACELINE_PROFILE": str(folder.path), "PACELINE_PROFILE_STEPS": str(steps)}])
+            added = {"PACELINE_PROFILE": str(folder.path), "PACELINE_PROFILE_STEPS": str(steps)}
+            self._run([command], [added], _PATIENCE_S + _SLOWER * steps * step_s)
             files = [folder.path / f"rank{rank}.json" for rank in range(ranks)]
             return [read_record(file, StepRecord) for file in files if self._is_measured(file)]
 
@@ -90,10 +97,10 @@ class MeasuredCommand:
             raise UsageError(f"{self.script} ended before its steps could be measured. {_TUTORIAL}")
         return True
 
-    def _run(self, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]]) -> None:
-        """Run commands at the same time until they end. Raises PeerError if one fails, UsageError after the timeout."""
+    def _run(self, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], limit_s: float) -> None:
+        """Run commands at the same time until they end. Raises PeerError if one fails, UsageError after `limit_s`."""
         inherited = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
-        supervisor, deadline = Supervisor(), time.monotonic() + _PATIENCE_S
+        supervisor, deadline = Supervisor(), time.monotonic() + limit_s
         with tempfile.TemporaryFile() as output:
             try:
                 for number, (command, added) in enumerate(zip(commands, variables, strict=True)):
@@ -110,9 +117,8 @@ class MeasuredCommand:
                     try:
                         status = child.process.wait(max(deadline - time.monotonic(), 0.0))
                     except subprocess.TimeoutExpired:
-                        raise UsageError(
-                            f"{self.script} ran for {_PATIENCE_S:.0f} s without measured steps. {_TUTORIAL}"
-                        ) from None
+                        folders = [Path(added["PACELINE_PROFILE"]) for added in variables]
+                        raise UsageError(self._describe_timeout(folders, limit_s)) from None
                     if status:
                         output.seek(0)
                         lines = output.read().decode(errors="replace").split("\n")
@@ -120,6 +126,14 @@ class MeasuredCommand:
                         raise PeerError(f"{self.script} failed with status {status}: {printable(last, 300)}")
             finally:
                 supervisor.close(_END_S, signal.SIGTERM)
+
+    def _describe_timeout(self, folders: Sequence[Path], limit_s: float) -> str:
+        if any((folder / STARTED).exists() for folder in folders):
+            return (
+                f"{self.script} did not end its measured steps within {limit_s:.0f} s. Use a smaller batch, fewer "
+                "--steps, or an idle machine"
+            )
+        return f"{self.script} ran for {limit_s:.0f} s and did not reach its training loop. {_TUTORIAL}"
 
 
 def devices_of(copies: int) -> list[str | None]:
@@ -148,7 +162,7 @@ def check_options(options: ScriptOptions) -> tuple[MeasuredCommand, int]:
 
 
 def _mean(profiles: Sequence[ModelProfile]) -> ModelProfile:
-    """Return a profile with the mean times of equal processes, and the steps of all of them."""
+    """Return a profile with the mean times of equal processes, and the steps of all of them without outliers."""
     first = profiles[0]
     layers: list[LayerProfile] = []
     for same in zip(*(profile.layers for profile in profiles), strict=True):
@@ -156,24 +170,14 @@ def _mean(profiles: Sequence[ModelProfile]) -> ModelProfile:
             statistics.fmean(getattr(layer, name) for layer in same) for name in ("forward_s", "backward_s")
         )
         layers.append(replace(same[0], forward_s=forward_s, backward_s=backward_s))
-    mean = replace(
+    steps_s = itertools.chain.from_iterable(profile.steps_s for profile in profiles)
+    return replace(
         first,
         layers=tuple(layers),
-        steps_s=tuple(itertools.chain.from_iterable(profile.steps_s for profile in profiles)),
+        steps_s=tuple(without_outliers([*steps_s])),
         between_s=statistics.fmean(profile.between_s for profile in profiles),
         update_s=statistics.fmean(profile.update_s for profile in profiles),
     )
-    return _scaled_to_steps(mean)
-
-
-def _scaled_to_steps(profile: ModelProfile) -> ModelProfile:
-    """Scale all parts, so that their sum is the mean step."""
-    scale = statistics.fmean(without_outliers(profile.steps_s)) / max(profile.compute_s, 1e-12)
-    layers = tuple(
-        replace(layer, forward_s=layer.forward_s * scale, backward_s=layer.backward_s * scale)
-        for layer in profile.layers
-    )
-    return replace(profile, layers=layers, between_s=profile.between_s * scale, update_s=profile.update_s * scale)
 
 
 def measured_step_s(records: Sequence[StepRecord]) -> float:

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -17,6 +18,11 @@ from paceline.output_files import replacing
 from paceline.transport import register_type
 
 _Kind = TypeVar("_Kind")
+
+STARTED: Final = "started"
+"""The name of an empty file in the profile's folder: the script has reached its training loop."""
+COPIES: Final = "copies"
+"""The name of an empty file in the profile's folder: other copies of the script use the neighbouring folders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +47,7 @@ class LayerProfile:
     num_rows: int = 0
     """Number of rows of an embedding; 0 for other layers, and for embeddings of ``paceline.torch``."""
     row_bytes: int = 0
-    """Bytes of a row of an embedding of ``paceline.torch``, whose gradients are sparse; 0 for other layers."""
+    """Bytes of a row of an embedding with sparse gradients; 0 for other layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +59,10 @@ class ModelProfile:
     steps_s: tuple[float, ...]
     """Durations of steps that were measured as a whole. Their differences are the variance of step times."""
     between_s: float
-    """The part of a step outside of forward, backward and update: reading data, the loss, the program's own code."""
+    """The part of a step before the first layer's forward, and after the backward without the update.
+
+    It contains reading data and the program's own code. The loss is a part of the last layer's forward.
+    """
     update_s: float
     """The optimizer's update of all parameters."""
     batch_size: int
@@ -74,6 +83,11 @@ class ModelProfile:
         return sum(layer.num_parameters for layer in self.layers)
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the embeddings with sparse gradients whose number of rows is known."""
+        return sum(layer.num_rows * layer.row_bytes for layer in self.layers)
+
+    @property
     def activation_bytes(self) -> int:
         return sum(layer.activation_bytes for layer in self.layers)
 
@@ -86,6 +100,15 @@ class ModelProfile:
     def compute_s(self) -> float:
         """Seconds of a step without communication and without waiting: the sum of all parts."""
         return self.between_s + self.update_s + sum(layer.forward_s + layer.backward_s for layer in self.layers)
+
+    def scaled_to_steps(self) -> ModelProfile:
+        """Return the profile with all parts scaled, so that their sum is the median of the steps."""
+        scale = statistics.median(self.steps_s) / max(self.compute_s, 1e-12)
+        layers = tuple(
+            replace(layer, forward_s=layer.forward_s * scale, backward_s=layer.backward_s * scale)
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, between_s=self.between_s * scale, update_s=self.update_s * scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,6 +168,32 @@ def test_slow_steps_make_synchronous_ranks_wait() -> None:
     assert waits[0] > waits[1] > waits[2] == 0.0
 
 
+def test_slow_sockets_are_busy_for_all_bytes_that_a_node_sends_and_receives() -> None:
+    """All-reduce of M bytes sends and receives 2 (n - 1) / n M each; sharded gathers twice and scatters once."""
+    profile, byte_s = model(), 1e-6
+    machine = replace(MACHINE, socket_s_per_byte=byte_s)
+    for nodes in (2, 8):
+        moved = 2 * (nodes - 1) / nodes * profile.parameter_bytes
+        assert play_all_reduce(profile, shape(nodes), machine).step_s == pytest.approx(byte_s * 2 * moved)
+        assert play_sharded(profile, shape(nodes), machine).step_s == pytest.approx(byte_s * 3 * moved)
+
+
+def test_tables_need_memory() -> None:
+    """A dense embedding with sparse gradients is complete on each rank."""
+    profile = model()
+    table = LayerProfile(name="rows", forward_s=0.0, backward_s=0.0, touched_rows=2, num_rows=1000, row_bytes=64)
+    with_table = replace(profile, layers=(table, *profile.layers))
+    for contender in (Contender(strategy="all-reduce"), Contender(strategy="sharded")):
+        less, more = (predict_step(situation(each), contender).memory_bytes for each in (profile, with_table))
+        assert more - less == 64_000
+
+
+def test_one_slow_step_does_not_change_the_times() -> None:
+    profile = replace(model(compute_s=3.0), steps_s=(1.0, 1.0, 1.0, 2.9))
+    assert profile.scaled_to_steps().compute_s == pytest.approx(1.0)
+    assert profile.scaled_to_steps().layers[0].forward_s == pytest.approx(1 / 30)
+
+
 def test_order_memory_and_bottleneck() -> None:
     found = {
         (prediction.contender.label, prediction.contender.is_separate): prediction

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -49,10 +50,22 @@ def test_profiles_from_files(tmp_path: Path) -> None:
 
 
 def test_variation() -> None:
-    draws = varied(2.0, 0.1)
-    assert statistics.fmean(draws) == pytest.approx(2.0)
-    assert statistics.stdev(draws) == pytest.approx(0.2, rel=0.15)
+    """The moments and the median are those of the lognormal distribution."""
+    for variation in (0.1, 1.0):
+        draws = varied(2.0, variation)
+        assert statistics.fmean(draws) == pytest.approx(2.0, rel=1e-3)
+        assert statistics.stdev(draws) == pytest.approx(2.0 * variation, rel=0.02)
+        assert statistics.median(draws) == pytest.approx(2.0 / math.sqrt(1 + variation**2), rel=1e-3)
     assert varied(2.0, 0.0) == (2.0,)
+
+
+def test_more_variation_means_more_waiting() -> None:
+    steps_s = [
+        step_of(SimulateOptions(model="resnet50", link="100Gbit", variation=variation), 8, "all-reduce")
+        for variation in (0.0, 0.3, 1.0, 2.0)
+    ]
+    assert steps_s == sorted(set(steps_s))
+    assert steps_s[3] > 2 * steps_s[1]
 
 
 def step_of(options: SimulateOptions, nodes: int, label: str, *, is_separate: bool = False) -> float:

@@ -26,7 +26,9 @@ class RunOptions:
         "Default: hybrid with --servers, else all-reduce for several processes, else one-device.",
         panel=_COMMON,
     )
-    nproc_per_node: int | None = option("Processes (ranks) on this machine; default 1.", panel=_COMMON)
+    nproc_per_node: int | None = option(
+        f"Processes (ranks) on this machine; default 1, or 2 with --strategy {AUTO}.", panel=_COMMON
+    )
     flags: StrategyFlags = StrategyFlags()
     module: bool = option("SCRIPT is a module, as for python -m.", "-m", "--module", default=False, panel=_COMMON)
     no_python: bool = option(

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from paceline.strategies.profile import LayerProfile, ModelProfile, StepRecord, write_record
+from paceline.strategies.profile import COPIES, STARTED, LayerProfile, ModelProfile, StepRecord, write_record
 from paceline.torch.embeddings.modules import SparseRows
 from paceline.torch.strategies.step_phases import num_examples
 
@@ -36,7 +36,6 @@ _LEAST_STEPS, _MOST_STEPS, _LONG_S = 12, 300, 3.0
 _FEWEST_STEPS: Final = 3
 """A program that ends earlier is not measured."""
 
-_STARTED: Final = "started"
 _COPIES_S: Final = 30.0
 _POLL_S: Final = 0.001
 
@@ -47,8 +46,9 @@ class _LayerSums:
 
     name: str
     module: nn.Module
-    forwards_s: float = 0.0
-    backwards_s: float = 0.0
+    forwards_s: list[float] = field(default_factory=list)
+    """The time of each of the steps with hooks, in seconds."""
+    backwards_s: list[float] = field(default_factory=list)
     activation_bytes: int = 0
     output_bytes: int = 0
     touched_rows: int = 0
@@ -70,16 +70,19 @@ class StepProfiler:
         self._loss: Tensor | None = None
         self._first_s = self._began_s = self._marked_s = 0.0
         self._current: _LayerSums | None = None
-        self._between_s = self._update_s = 0.0
-        self._layer_steps_s: list[float] = []
+        self._betweens_s: list[float] = []
+        self._updates_s: list[float] = []
         self._is_in_step = self._is_timed = self._is_written = False
         atexit.register(self._write)
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of an epoch, and measure the steps. Raises SystemExit after the last step."""
         with _recorded_backward(self._begin_backward, self._end_backward):
-            if not self._number and self._num_steps is None:
-                _wait_copies(self._directory)
+            if not self._number:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                (self._directory / STARTED).touch()
+                if (self._directory / COPIES).exists():
+                    _wait_copies(self._directory)
             self._began_s = time.perf_counter()
             self._first_s = self._first_s or self._began_s
             for batch in batches:
@@ -99,6 +102,12 @@ class StepProfiler:
             self._hook_memory()
         elif self._number == _WARM_UP + 1:
             self._hook_times()
+        if self._is_timed:
+            times = [self._betweens_s, self._updates_s]
+            for sums in self._layers.values():
+                times += [sums.forwards_s, sums.backwards_s]
+            for steps_s in times:
+                steps_s.append(0.0)
         self._marked_s, self._current, self._is_in_step = self._began_s, None, True
 
     def _end_step(self) -> bool:
@@ -119,9 +128,7 @@ class StepProfiler:
         if self._number in (_WARM_UP + 1, first):
             self._hooks.close()
             self._is_timed = False
-        if _WARM_UP + 1 < self._number <= first:
-            self._layer_steps_s.append(step_s)
-        elif self._number > first + 1:  # the step after the removal of the hooks warms up too
+        if self._number > first + 1:  # the step after the removal of the hooks warms up too
             self._record(step_s, now_s)
         count = len(self._steps_s)
         return count >= _MOST_STEPS or (count >= _LEAST_STEPS and sum(self._steps_s) >= _LONG_S)
@@ -144,11 +151,11 @@ class StepProfiler:
         now_s = time.perf_counter()
         took_s, self._marked_s = now_s - self._marked_s, now_s
         if is_backward and layer is not None:
-            layer.backwards_s += took_s
+            layer.backwards_s[-1] += took_s
         elif self._current is None:
-            self._between_s += took_s
+            self._betweens_s[-1] += took_s
         else:
-            self._current.forwards_s += took_s
+            self._current.forwards_s[-1] += took_s
         self._current = None if is_backward else layer
 
     def _begin_backward(self, loss: Any) -> None:
@@ -220,10 +227,10 @@ class StepProfiler:
             self._hooks.callback(ended.remove)
 
     def _end_update(self) -> None:
-        before_s = self._between_s
+        before_s = self._betweens_s[-1]
         self._mark(None)
-        self._update_s += self._between_s - before_s
-        self._between_s = before_s
+        self._updates_s[-1] += self._betweens_s[-1] - before_s
+        self._betweens_s[-1] = before_s
 
     def _write(self) -> None:
         """Write the measurements, unless there are too few. A program may end before its last measured step."""
@@ -245,8 +252,6 @@ class StepProfiler:
         write_record(self._directory / "profile.json", self._profile())
 
     def _profile(self) -> ModelProfile:
-        # The hooks make steps slower, so all parts are scaled to the steps without hooks.
-        scale = statistics.median(self._steps_s) / max(sum(self._layer_steps_s), 1e-9)
         strategy = self._strategy
         assert strategy.module is not None
         state = [
@@ -256,20 +261,21 @@ class StepProfiler:
             for leaf in pytree.tree_leaves(entry)
             if isinstance(leaf, Tensor)
         ]
-        return ModelProfile(
-            layers=tuple(_layer_profile(sums, scale) for sums in self._layers.values()),
+        profile = ModelProfile(
+            layers=tuple(_layer_profile(sums) for sums in self._layers.values()),
             steps_s=tuple(self._steps_s),
-            between_s=self._between_s * scale,
-            update_s=self._update_s * scale,
+            between_s=statistics.median(self._betweens_s),
+            update_s=statistics.median(self._updates_s),
             batch_size=max(self._batch_size, 1),
             optimizer_bytes=sum(tensor.nbytes for tensor in state),
             buffer_bytes=sum(buffer.nbytes for buffer in strategy.module.buffers()),
             num_threads=torch.get_num_threads(),
             is_on_gpu=strategy.device.type == "cuda",
         )
+        return profile.scaled_to_steps()  # the hooks make steps slower
 
 
-def _layer_profile(sums: _LayerSums, scale: float) -> LayerProfile:
+def _layer_profile(sums: _LayerSums) -> LayerProfile:
     module = sums.module
     parameters = [p for p in module.parameters(recurse=False) if p.requires_grad and p.numel()]
     has_rows = isinstance(module, SparseRows) or (
@@ -278,8 +284,8 @@ def _layer_profile(sums: _LayerSums, scale: float) -> LayerProfile:
     dim = module.dim if isinstance(module, SparseRows) else getattr(module, "embedding_dim", 0)
     return LayerProfile(
         name=sums.name,
-        forward_s=sums.forwards_s * scale,
-        backward_s=sums.backwards_s * scale,
+        forward_s=statistics.median(sums.forwards_s),
+        backward_s=statistics.median(sums.backwards_s),
         num_parameters=0 if has_rows else len(parameters),
         parameter_bytes=0 if has_rows else sum(parameter.nbytes for parameter in parameters),
         activation_bytes=sums.activation_bytes,
@@ -292,9 +298,8 @@ def _layer_profile(sums: _LayerSums, scale: float) -> LayerProfile:
 
 def _wait_copies(directory: Path) -> None:
     """Wait until the other copies of the program have reached their training loops, so that all copies run together."""
-    (directory / _STARTED).touch()
     deadline = time.monotonic() + _COPIES_S
-    while time.monotonic() < deadline and not all((each / _STARTED).exists() for each in directory.parent.iterdir()):
+    while time.monotonic() < deadline and not all((each / STARTED).exists() for each in directory.parent.iterdir()):
         time.sleep(_POLL_S)
 
 
