@@ -95,7 +95,7 @@ def test_explain(commands: Commands) -> None:
     labels = {line.split()[0] for line in lines[1:] if line}
     assert {"one-device", "all-reduce", "parameter-server:sequential", "parameter-server:eventual*"} <= labels
     assert any(line.startswith("fastest with the result of one device: ") for line in lines)
-    assert any("uses 7.00% of the rows of 0" in line for line in lines)
+    assert any("Embedding '0': a step uses 7.00% of the rows" in line for line in lines)
     assert "an epoch has ended" not in finished.out
     assert not (commands.folder / "checkpoint").exists()
 

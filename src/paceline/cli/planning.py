@@ -77,7 +77,7 @@ def simulate(options: SimulateOptions) -> None:
 
     found = simulating.simulate(options)
     if options.json:
-        for line in simulating.simulation_as_json(found, options):
+        for line in simulating.simulation_as_json(found):
             typer.echo(json_module.dumps(line))
     else:
         simulating.show_simulation(Console(highlight=False), found, options)

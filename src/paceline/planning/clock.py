@@ -10,8 +10,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-Kind: TypeAlias = Literal["compute", "messages", "wire", "server CPU", "waiting", "bubble"]
-"""The reason for which a step takes time. ``messages`` is the processor time of the ranks for communication."""
+Kind: TypeAlias = Literal["compute", "communication CPU", "wire", "server CPU", "slow ranks", "bubble"]
+"""The reason for which a step takes time.
+
+``communication CPU`` is the processor time of the ranks for communication, ``slow ranks`` the waiting for slower ranks.
+"""
 
 _ROUNDING: Final = 1e-12
 
@@ -90,7 +93,7 @@ def _speeds(tasks: Sequence[Task], running: Mapping[int, None]) -> dict[int, flo
 def critical_path(tasks: Sequence[Task], played: Sequence[PlayedTask], last: int, begin_s: float) -> dict[Kind, float]:
     """Return the seconds by kind on the path of causes that ends with task `last`, from the time `begin_s` on.
 
-    The time by which a computation is slower than alone counts as ``messages``, because messages use its processor.
+    The time by which a computation is slower than alone counts as ``communication CPU``, which uses its processor.
     """
     parts: dict[Kind, float] = {}
     kind: Kind
@@ -101,7 +104,7 @@ def critical_path(tasks: Sequence[Task], played: Sequence[PlayedTask], last: int
             break
         duration = end - max(begin, begin_s)
         own = min(duration, tasks[number].seconds) if tasks[number].kind == "compute" else duration
-        for kind, seconds in ((tasks[number].kind, own), ("messages", duration - own)):
+        for kind, seconds in ((tasks[number].kind, own), ("communication CPU", duration - own)):
             if seconds > 0:
                 parts[kind] = parts.get(kind, 0.0) + seconds
         number = cause

@@ -14,14 +14,15 @@ from paceline.errors import UsageError
 from paceline.launch import RunOptions
 from paceline.observe.table import format_bytes
 from paceline.planning.calibration import key_of, load_machine, load_results, measure_machine
-from paceline.planning.formulas import byteps_optimum_s
 from paceline.planning.links import Curve, Machine, parse_link
 from paceline.planning.options import ExplainOptions
 from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import (
+    Contender,
     Situation,
     StepPrediction,
     choose,
+    describe_server_bound,
     find_changes,
     predict_all,
 )
@@ -32,10 +33,10 @@ from paceline.strategies.profile import ModelProfile
 _LATENCY = "50us"
 _REMEDIES = {
     "compute": "faster or more devices",
-    "messages": "fewer bytes (filters, larger batches) or more cores",
+    "communication CPU": "fewer bytes (filters, larger batches) or more cores",
     "wire": "a faster link, fewer bytes (filters) or larger batches",
     "server CPU": "more servers",
-    "waiting": "a bounded delay, or ranks of equal speed",
+    "slow ranks": "a bounded delay, or ranks of equal speed",
     "bubble": "more microbatches per step",
 }
 
@@ -83,14 +84,21 @@ def profile_both(
     return profile, command.profile(1, num_cores())
 
 
+def contender_as_json(contender: Contender) -> dict[str, Any]:
+    """Return the members that identify a line of the table."""
+    return {
+        "strategy": contender.label,
+        "servers": contender.servers,
+        "separate_servers": contender.is_separate,
+    }
+
+
 def as_json(situation: Situation, predictions: Sequence[StepPrediction], measured: dict[str, float]) -> dict[str, Any]:
     """Return the object for ``--json``."""
     shape = situation.shape
     lines = [
         {
-            "strategy": prediction.contender.label,
-            "servers": prediction.contender.servers,
-            "separate_servers": prediction.contender.is_separate,
+            **contender_as_json(prediction.contender),
             "same_result": prediction.contender.is_exact,
             "step_s": prediction.step_s,
             "examples_per_s": prediction.examples_per_s,
@@ -106,7 +114,7 @@ def as_json(situation: Situation, predictions: Sequence[StepPrediction], measure
         "ranks_per_node": shape.ranks_per_node,
         "link": None if shape.link is None else asdict(shape.link),
         "strategies": lines,
-        "choice": choose(predictions).contender.label,
+        "choice": contender_as_json(choose(predictions).contender),
         "changes": find_changes(situation),
     }
 
@@ -154,7 +162,7 @@ def show_explanation(
     for sentence in find_changes(situation):
         console.print(sentence)
     noise = describe_noise(situation.profile.steps_s) or describe_noise(situation.alone.steps_s)
-    for remark in (_server_bound(situation), _describe_embedding(situation), noise):
+    for remark in (describe_server_bound(situation), _describe_embedding(situation), noise):
         if remark is not None:
             console.print(remark)
 
@@ -162,24 +170,10 @@ def show_explanation(
 def explain_choice(best: StepPrediction, predictions: Sequence[StepPrediction]) -> str:
     """Return the reason for a choice in one line."""
     next_best = [found for found in predictions if found.contender.is_choosable and found is not best]
-    text = f"fastest with the result of one device: {best.contender.label}, {best.examples_per_s:,.0f} examples/s"
+    text = f"fastest with the result of one device: {best.contender.description}, {best.examples_per_s:,.0f} examples/s"
     if next_best:
-        text += f"; next: {next_best[0].contender.label}, {next_best[0].examples_per_s:,.0f} examples/s"
+        text += f"; next: {next_best[0].contender.description}, {next_best[0].examples_per_s:,.0f} examples/s"
     return text
-
-
-def _server_bound(situation: Situation) -> str | None:
-    """Return a sentence with the shortest time of any division of the traffic between servers (BytePS)."""
-    shape = situation.shape
-    servers = min(situation.servers or 0, shape.nodes)
-    if shape.link is None or not servers or shape.nodes < 2:
-        return None
-    # The ranks of a node reduce inside of the node first, so a node sends the gradients once.
-    seconds = byteps_optimum_s(situation.profile.parameter_bytes, shape.nodes, servers, shape.link.bytes_per_s)
-    return (
-        f"lower bound of the messages with {servers} separate servers, if the nodes run servers too (BytePS): "
-        f"{seconds * 1e3:,.2f} ms"
-    )
 
 
 def _describe_embedding(situation: Situation) -> str | None:
@@ -190,7 +184,8 @@ def _describe_embedding(situation: Situation) -> str | None:
         return None
     share = layer.touched_rows / layer.num_rows
     return (
-        f"a step uses {share:.2%} of the rows of {layer.name}, but sends all: paceline.torch.Embedding sends only these"
+        f"Embedding {layer.name!r}: a step uses {share:.2%} of the rows but sends the gradients of all. Use "
+        "paceline.torch.Embedding."
     )
 
 

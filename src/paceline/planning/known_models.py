@@ -82,7 +82,8 @@ def find_model(name: str) -> ModelProfile:
         return read_record(Path(name), ModelProfile)
     except OSError:
         raise UsageError(
-            f"--model {name}: expected {', '.join(KNOWN_MODELS)}, or the file of a profile (PACELINE_PROFILE)"
+            f"--model {name}: expected {', '.join(KNOWN_MODELS)}, or the file of a profile. "
+            "PACELINE_PROFILE=DIR paceline run SCRIPT writes one to DIR/profile.json"
         ) from None
 
 

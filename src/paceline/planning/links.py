@@ -54,12 +54,12 @@ def parse_link(speed: str, latency: str) -> NodeLink:
 
 
 def format_speed(bytes_per_s: float) -> str:
-    """Return a speed as :func:`parse_link` accepts it, with two digits: ``2.3Gbit``."""
+    """Return a speed as :func:`parse_link` accepts it, with two digits: ``2.3 Gbit/s``."""
     bits = bytes_per_s * 8
     for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if bits >= 0.995 * size or prefix == "k":
             value = bits / size
-            return f"{value:.0f}{prefix}bit" if value >= 9.95 else f"{value:.1f}{prefix}bit"
+            return f"{value:.0f} {prefix}bit/s" if value >= 9.95 else f"{value:.1f} {prefix}bit/s"
     raise AssertionError
 
 

@@ -50,7 +50,8 @@ class SimulateOptions:
     """The options of ``paceline simulate``, unchecked."""
 
     model: str = option(
-        "Known model: resnet50, resnet101, vgg16, bert-large, criteo-lr or dlrm; or the file of a profile.",
+        "Known model: resnet50, resnet101, vgg16, bert-large, criteo-lr or dlrm; or the file of a profile, which "
+        "PACELINE_PROFILE=DIR paceline run SCRIPT writes to DIR/profile.json.",
         default="resnet50",
     )
     nodes: str = option("Numbers of nodes, such as 8, 2,8,32 or 2..512 (powers of two).", default="2..128")

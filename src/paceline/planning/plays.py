@@ -20,7 +20,9 @@ _BUCKET_BYTES: Final = 25 << 20
 """DistributedDataParallel's buckets: the first one is small, so that communication begins early."""
 _SERVER_BUCKET_BYTES: Final = 4 << 20
 _UNIT_BYTES: Final = 4 << 16
-_MESSAGES: Final = 4
+_DIRECTIONS, _SIDES = 2, 2
+"""Pushes and pulls; clients and servers."""
+_MESSAGES: Final = _DIRECTIONS * _SIDES
 _ITERATIONS: Final = 3
 """Pulls overlap with the next iteration, so several iterations are played, and the last one counts."""
 CPU, OUT, IN, SERVER, SERVER_OUT, SERVER_IN = "cpu", "out", "in", "server", "server out", "server in"
@@ -64,17 +66,17 @@ class RankPlay:
 
     def join(self, *after: int) -> int:
         """Add a task without duration, which waits for several tasks."""
-        return self.list.add("messages", 0.0, {}, *after)
+        return self.list.add("communication CPU", 0.0, {}, *after)
 
     def overhead(self, *after: int) -> int:
         """Add the strategy's own work per step and per parameter."""
         seconds = self.cost.step_s + self.cost.parameter_s * self.profile.num_parameters
-        return self.list.add("messages", seconds, self.messaging, *after)
+        return self.list.add("communication CPU", seconds, self.messaging, *after)
 
     def all_reduce(self, num_bytes: float, *after: int) -> int:
         """Add an all-reduce between all ranks: inside of the nodes, then between them."""
         local_s = self.machine.all_reduce.at(num_bytes) if self.shape.ranks_per_node > 1 else 0.0
-        last = self.list.add("messages", local_s, self.messaging, *after)
+        last = self.list.add("communication CPU", local_s, self.messaging, *after)
         if self.shape.link is None:
             return last
         seconds = all_reduce_s(num_bytes, self.shape.nodes, self.shape.link)
@@ -83,7 +85,7 @@ class RankPlay:
     def gather(self, num_bytes: float, *after: int) -> int:
         """Add an all-gather or a reduce-scatter of `num_bytes` in total."""
         if self.shape.link is None:
-            return self.list.add("messages", self.machine.all_reduce.at(num_bytes) / 2, self.messaging, *after)
+            return self.list.add("communication CPU", self.machine.all_reduce.at(num_bytes) / 2, self.messaging, *after)
         return self._network(gather_s(num_bytes, self.shape.nodes, self.shape.link), 2 * num_bytes, *after)
 
     def _network(self, seconds: float, num_bytes: float, *after: int) -> int:
@@ -151,18 +153,21 @@ def _add_all_reduce(rank: RankPlay, *, sparse_bytes: float, after: int = -1) -> 
         reduced = rank.all_reduce(num_bytes, ready[number], reduced)
     if profile.parameter_bytes:
         copying = rank.cost.byte_s * profile.parameter_bytes
-        reduced = rank.list.add("messages", copying, rank.messaging, reduced)
+        reduced = rank.list.add("communication CPU", copying, rank.messaging, reduced)
     if sparse_bytes:
         reduced = rank.gather(num_ranks * sparse_bytes, last, reduced)
     return rank.compute(profile.update_s, last, reduced)
 
 
 class ServerMessage(NamedTuple):
-    """The numbers of the tasks of one message; -1 for no message."""
+    """The numbers of the three tasks of one push or pull; -1 for no message."""
 
     by_client: int = -1
+    """The client's work: it prepares a push, or stores a pull."""
     moved: int = -1
+    """The transfer between the nodes."""
     by_server: int = -1
+    """The server's work: it applies a push, or answers a pull."""
 
 
 class ServerPlay(RankPlay):
@@ -186,9 +191,9 @@ class ServerPlay(RankPlay):
         super().__init__(profile, shape, machine, cost)
         self.servers, self.is_separate = servers, is_separate
         ranks, cores = shape.ranks_per_node, machine.num_cores
-        # All ranks together cause this processor time per byte and direction; half of it is the servers' time.
+        # During byte_s, the cores are busy with pushes and pulls of all ranks. Half of this time is the servers' work.
         measured = machine.ranks_per_node
-        busy_s = cost.byte_s * min(cores, measured + 1) / measured / 4
+        busy_s = cost.byte_s * min(cores, measured + 1) / measured / (_DIRECTIONS * _SIDES)
         self._client_byte_s = busy_s
         self._server_byte_s = busy_s * shape.num_ranks / servers
         # The optimizer's state is read and written. The measured costs contain the update of SGD, which has no state.
@@ -219,7 +224,7 @@ class ServerPlay(RankPlay):
 
     def _client(self, num_bytes: float, *after: int) -> int:
         seconds = self._client_byte_s * num_bytes + self._client_more_s
-        return self.list.add("messages", seconds, self.messaging, *after)
+        return self.list.add("communication CPU", seconds, self.messaging, *after)
 
     def _transfer(self, num_bytes: float, is_pull: bool, *after: int) -> int:
         shape, link = self.shape, self.shape.link
@@ -358,7 +363,7 @@ def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -
             sent = rank.gather(layers[number].parameter_bytes, last, sent)
     if remainder:
         sent = rank.gather(remainder, last, sent)
-    copying = rank.list.add("messages", rank.cost.byte_s * profile.parameter_bytes, rank.messaging, last, sent)
+    copying = rank.list.add("communication CPU", rank.cost.byte_s * profile.parameter_bytes, rank.messaging, last, sent)
     return rank.played(rank.compute(profile.update_s / shape.num_ranks, copying))
 
 

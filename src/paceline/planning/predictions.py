@@ -11,6 +11,7 @@ from typing import Final
 
 from paceline.errors import UsageError
 from paceline.planning.clock import Kind
+from paceline.planning.formulas import byteps_optimum_s
 from paceline.planning.links import Machine, format_speed
 from paceline.planning.plays import (
     ClusterShape,
@@ -52,6 +53,14 @@ class Contender:
     def label(self) -> str:
         """The name of the strategy, with the consistency of its servers."""
         return self.strategy if self.consistency is None else f"{self.strategy}:{self.consistency}"
+
+    @property
+    def description(self) -> str:
+        """The label, with the number and the place of the servers."""
+        if not self.servers:
+            return self.label
+        count = f"{self.servers:,} {'separate ' if self.is_separate else ''}server{'' if self.servers == 1 else 's'}"
+        return f"{self.label} with {count}{'' if self.is_separate else ' on the nodes'}"
 
     @property
     def tau(self) -> int | None:
@@ -230,7 +239,7 @@ def predict_step(situation: Situation, contender: Contender) -> StepPrediction:
         step_s=step_s,
         examples_per_s=profile.batch_size * (1 if is_divided else replicas) / step_s,
         memory_bytes=_memory_bytes(contender, profile, shape.num_ranks),
-        parts={**played.parts, "waiting": waiting_s},
+        parts={**played.parts, "slow ranks": waiting_s},
     )
 
 
@@ -268,6 +277,20 @@ def choose(predictions: Sequence[StepPrediction]) -> StepPrediction:
     return max(suitable, key=lambda prediction: prediction.examples_per_s)
 
 
+def describe_server_bound(situation: Situation) -> str | None:
+    """Return a sentence with the shortest time of any division of the traffic between servers (BytePS)."""
+    shape = situation.shape
+    servers = min(situation.servers or 0, shape.nodes)
+    if shape.link is None or not servers or shape.nodes < 2:
+        return None
+    # The ranks of a node reduce inside of the node first, so a node sends the gradients once.
+    seconds = byteps_optimum_s(situation.profile.parameter_bytes, shape.nodes, servers, shape.link.bytes_per_s)
+    return (
+        f"lower bound of the communication with {servers} separate server{'s' if servers > 1 else ''}, if the nodes "
+        f"run servers too (BytePS): {seconds * 1e3:,.2f} ms"
+    )
+
+
 def find_changes(situation: Situation) -> list[str]:
     """Return sentences about the smallest changes that make another strategy the choice."""
     candidates = [contender for contender in contenders(situation) if contender.is_choosable]
@@ -277,21 +300,23 @@ def find_changes(situation: Situation) -> list[str]:
 
     winner, link, batch_size = choice(situation), situation.shape.link, situation.profile.batch_size
     sentences: list[str] = []
-    for word, is_up in (("above", True), ("below", False)) if link is not None else ():
+    for word, is_up in (("faster", True), ("slower", False)) if link is not None else ():
         found = find_change(lambda factor: choice(situation.with_link_speed(factor)), winner, is_up=is_up)
         if found is not None and link is not None:
-            sentences.append(f"{word} {format_speed(link.bytes_per_s * found[0])} {found[1]} wins")
+            sentences.append(
+                f"On links {word} than {format_speed(link.bytes_per_s * found[0])}, {found[1]} is fastest."
+            )
     for word, is_up in (("more", True), ("fewer", False)):
         found = find_change(lambda factor: choice(situation.with_compute_time(factor)), winner, is_up=is_up)
         size = batch_size * found[0] if found is not None else 0.0
         if found is not None and size >= 1:
             count = math.ceil(size) if is_up else math.floor(size)
-            sentences.append(f"with {count:,} or {word} examples per batch and rank {found[1]} wins")
+            sentences.append(f"With {count:,} or {word} examples per batch and rank, {found[1]} is fastest.")
     return sentences
 
 
 def find_change(winner_at: Callable[[float], Contender], winner: Contender, *, is_up: bool) -> tuple[float, str] | None:
-    """Return the smallest change (a factor above 1, or below 1) with another winner, and this winner's label.
+    """Return the smallest change (a factor above 1, or below 1) with another winner, and this winner's description.
 
     ``winner_at(factor)`` is the winner after a change. Return None if changes up to 1,000 times do not matter.
     """
@@ -309,4 +334,4 @@ def find_change(winner_at: Callable[[float], Contender], winner: Contender, *, i
         middle = (low + high) / 2
         other = winner_at(math.exp(sign * middle))
         low, high, found = (middle, high, found) if other == winner else (low, middle, other)
-    return math.exp(sign * high), found.label
+    return math.exp(sign * high), found.description

@@ -79,7 +79,8 @@ class MeasuredCommand:
     def record(self, contender: Contender, ranks: int, steps: int, step_s: float = 0.0) -> list[StepRecord]:
         """Run the script under a strategy for `steps` steps, and return the record of each rank.
 
-        `step_s` is the predicted step: long predictions allow more time. Raises like :meth:`profile`.
+        `step_s` is the predicted step. A longer prediction allows more time. Raises UsageError and PeerError
+        like :meth:`profile`.
         """
         ranks = 1 if contender.strategy == "one-device" else ranks
         words = [*contender.words(), "--nproc-per-node", str(ranks), *(["-m"] if self.is_module else [])]
@@ -150,7 +151,7 @@ def check_options(options: ScriptOptions) -> tuple[MeasuredCommand, int]:
     """Return the script and the number of ranks per node. Raises UsageError for a missing script or too many ranks."""
     cores = num_cores()
     if options.script is None:
-        raise UsageError("no script. Pass its path, as in paceline explain [options] SCRIPT [arguments of the script]")
+        raise UsageError("no script. Pass its path after the options, and its arguments after the path")
     check_script(RunOptions(script=options.script, arguments=options.arguments))
     ranks = min(2, cores) if options.nproc_per_node is None else options.nproc_per_node
     if ranks > cores:

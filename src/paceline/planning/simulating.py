@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rich.console import Console
@@ -15,12 +15,25 @@ from paceline.planning.known_models import find_model, varied
 from paceline.planning.links import Curve, Machine, parse_link
 from paceline.planning.options import SimulateOptions
 from paceline.planning.plays import ClusterShape
-from paceline.planning.predictions import Situation, StepPrediction, contenders, predict_step
+from paceline.planning.predictions import Situation, StepPrediction, contenders, describe_server_bound, predict_step
 
 _MOST_NODES: Final = 100_000
 _LOCAL_BYTES_PER_S: Final = 1e10
 """The speed of an all-reduce inside of a node, in bytes of the array."""
-_PREDICTIONS = dict[int, list[StepPrediction]]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedNodes:
+    """The predictions for one number of nodes."""
+
+    situation: Situation
+    predictions: list[StepPrediction]
+
+    def efficiency(self, prediction: StepPrediction) -> float:
+        """Return the examples per second, as a share of the speed of equally many ranks without communication."""
+        profile = self.situation.profile
+        alone = profile.batch_size / profile.compute_s * self.situation.shape.num_ranks
+        return prediction.examples_per_s / alone
 
 
 def parse_nodes(text: str) -> list[int]:
@@ -40,7 +53,7 @@ def parse_nodes(text: str) -> list[int]:
     return numbers
 
 
-def simulate(options: SimulateOptions) -> _PREDICTIONS:
+def simulate(options: SimulateOptions) -> dict[int, SimulatedNodes]:
     """Return the predictions of all strategies by number of nodes. Raises UsageError for invalid options."""
     profile, link = find_model(options.model), parse_link(options.link, options.latency)
     profile = replace(profile, steps_s=varied(profile.compute_s, options.variation))
@@ -51,25 +64,20 @@ def simulate(options: SimulateOptions) -> _PREDICTIONS:
         all_reduce=Curve(((1, 0.0), (1 << 30, (1 << 30) / _LOCAL_BYTES_PER_S))),
         socket_s_per_byte=0.0,
     )
-    found: _PREDICTIONS = {}
+    found: dict[int, SimulatedNodes] = {}
     for nodes in parse_nodes(options.nodes):
         shape = ClusterShape(nodes=nodes, ranks_per_node=ranks, link=link)
         situation = Situation(profile=profile, alone=profile, machine=machine, shape=shape, servers=options.servers)
-        found[nodes] = [
+        predictions = [
             predict_step(situation, contender)
             for contender in contenders(situation)
             if contender.strategy not in ("one-device", "pipeline")
         ]
+        found[nodes] = SimulatedNodes(situation, predictions)
     return found
 
 
-def efficiency(prediction: StepPrediction, nodes: int, options: SimulateOptions) -> float:
-    """Return the examples per second, as a share of the speed of equally many ranks without communication."""
-    profile = find_model(options.model)
-    return prediction.examples_per_s * profile.compute_s / profile.batch_size / (nodes * options.nproc_per_node)
-
-
-def simulation_as_json(found: _PREDICTIONS, options: SimulateOptions) -> list[dict[str, Any]]:
+def simulation_as_json(found: dict[int, SimulatedNodes]) -> list[dict[str, Any]]:
     """Return the objects for ``--json``."""
     return [
         {
@@ -79,36 +87,39 @@ def simulation_as_json(found: _PREDICTIONS, options: SimulateOptions) -> list[di
             "separate_servers": prediction.contender.is_separate,
             "step_s": prediction.step_s,
             "examples_per_s": prediction.examples_per_s,
-            "efficiency": efficiency(prediction, nodes, options),
+            "efficiency": simulated.efficiency(prediction),
             "bottleneck": prediction.bottleneck,
         }
-        for nodes, predictions in found.items()
-        for prediction in predictions
+        for nodes, simulated in found.items()
+        for prediction in simulated.predictions
     ]
 
 
-def show_simulation(console: Console, found: _PREDICTIONS, options: SimulateOptions) -> None:
+def show_simulation(console: Console, found: dict[int, SimulatedNodes], options: SimulateOptions) -> None:
     """Print the efficiency of each strategy by number of nodes."""
     table = Table(box=None, pad_edge=False)
     table.add_column("nodes")
     table.add_column("servers")
     for nodes in found:
         table.add_column(f"{nodes:,}", justify="right")
-    for column in zip(*found.values(), strict=True):
-        shares = [efficiency(prediction, nodes, options) for prediction, nodes in zip(column, found, strict=True)]
+    for column in zip(*(simulated.predictions for simulated in found.values()), strict=True):
+        shares = [each.efficiency(prediction) for each, prediction in zip(found.values(), column, strict=True)]
         contender = column[0].contender
         place = "" if not contender.servers else "separate" if contender.is_separate else "on nodes"
         table.add_row(contender.label, place, *(f"{share:.0%}" for share in shares))
     console.print(f"efficiency of {options.model}, {options.link}, ranks per node: {options.nproc_per_node}\n")
     console.print(table)
-    console.print(_describe_best(found))
+    nodes = max(found)
+    console.print(_describe_best(nodes, found[nodes].predictions))
+    bound = describe_server_bound(found[nodes].situation)
+    if bound is not None:
+        console.print(bound)
 
 
-def _describe_best(found: _PREDICTIONS) -> str:
-    nodes, predictions = max(found.items())
-    suitable: Sequence[StepPrediction] = [line for line in predictions if line.contender.is_exact]
+def _describe_best(nodes: int, predictions: Sequence[StepPrediction]) -> str:
+    suitable = [line for line in predictions if line.contender.is_exact]
     best = max(suitable, key=lambda prediction: prediction.examples_per_s)
     return (
-        f"fastest with the result of one device on {nodes:,} nodes: {best.contender.label}, "
+        f"fastest with the result of one device on {nodes:,} nodes: {best.contender.description}, "
         f"{best.examples_per_s:,.0f} examples/s; its bottleneck: {best.bottleneck}"
     )

@@ -22,17 +22,17 @@ def test_tasks_wait_for_each_other() -> None:
 def test_tasks_on_one_resource_share_it() -> None:
     tasks = TaskList()
     tasks.add("compute", 2.0, {"cpu": 1.0})
-    tasks.add("messages", 1.0, {"cpu": 1.0})
+    tasks.add("communication CPU", 1.0, {"cpu": 1.0})
     tasks.add("wire", 1.0, {"port": 1.0})
     played = play(tasks.tasks)
     assert [task.end_s for task in played] == pytest.approx([3.0, 2.0, 1.0])
-    assert critical_path(tasks.tasks, played, 0, 0.0) == pytest.approx({"compute": 2.0, "messages": 1.0})
+    assert critical_path(tasks.tasks, played, 0, 0.0) == pytest.approx({"compute": 2.0, "communication CPU": 1.0})
 
 
 def test_tasks_with_small_loads_do_not_slow_each_other() -> None:
     tasks = TaskList()
     tasks.add("compute", 2.0, {"cpu": 0.5})
-    tasks.add("messages", 1.0, {"cpu": 0.5})
+    tasks.add("communication CPU", 1.0, {"cpu": 0.5})
     assert [task.end_s for task in play(tasks.tasks)] == [2.0, 1.0]
 
 
@@ -44,8 +44,8 @@ def test_a_task_that_needs_more_than_the_resource_is_slower() -> None:
 
 def test_tasks_without_duration() -> None:
     tasks = TaskList()
-    first = tasks.add("messages", 0.0, {})
-    second = tasks.add("messages", 0.0, {}, first)
+    first = tasks.add("communication CPU", 0.0, {})
+    second = tasks.add("communication CPU", 0.0, {}, first)
     last = tasks.add("compute", 1.0, {}, second)
     played = play(tasks.tasks)
     assert played[last].end_s == 1.0

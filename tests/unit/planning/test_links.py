@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.collectives.schedules import ALGORITHMS, LinkCost, predict
 from paceline.errors import UsageError
-from paceline.planning.formulas import (
-    byteps_optimum_s,
-    byteps_share,
-    colocated_servers_s,
-    pipeline_bubble,
-    ring_s,
-    separate_servers_s,
-)
+from paceline.planning.formulas import byteps_optimum_s, pipeline_bubble, ring_s
 from paceline.planning.links import Curve, NodeLink, all_reduce_s, format_speed, parse_link
 from paceline.planning.waiting import barrier_s, describe_noise, expected_maximum, without_outliers
 
@@ -91,18 +84,13 @@ def test_many_nodes_have_the_time_of_the_best_closed_formula() -> None:
 def test_byteps_optimum_contains_ring_and_servers(workers: int, num_bytes: float) -> None:
     speed = 1e9
     assert byteps_optimum_s(num_bytes, workers, 0, speed) == pytest.approx(ring_s(num_bytes, workers, speed))
-    assert colocated_servers_s(num_bytes, workers, speed) == pytest.approx(ring_s(num_bytes, workers, speed))
-    assert byteps_optimum_s(num_bytes, workers, workers, speed) == pytest.approx(
-        separate_servers_s(num_bytes, workers, workers, speed)
-    )
-    assert byteps_share(workers, 0) == 0.0
-    assert byteps_share(workers, workers) == pytest.approx(1.0)
+    assert byteps_optimum_s(num_bytes, workers, workers, speed) == pytest.approx(num_bytes / speed)
 
 
 @given(st.integers(2, 100), st.data())
 def test_the_optimum_loads_all_links_equally(workers: int, data: st.DataObject) -> None:
     servers = data.draw(st.integers(1, workers))
-    share = byteps_share(workers, servers)
+    share = 2 * servers * (workers - 1) / (workers**2 + servers * workers - 2 * servers)  # of all bytes, by the paper
     optimum = byteps_optimum_s(1.0, workers, servers, 1.0)
     separate = workers * share / servers  # each of the servers receives its part from all workers
     # A worker sends everything except the part of its own server, which sends its part to all other workers.

@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.planning.known_models import KNOWN_MODELS, find_model, varied
 from paceline.planning.options import SimulateOptions
-from paceline.planning.simulating import efficiency, parse_nodes, simulate, simulation_as_json
+from paceline.planning.simulating import parse_nodes, simulate, simulation_as_json
 from paceline.strategies.profile import write_record
 
 
@@ -69,7 +69,7 @@ def test_more_variation_means_more_waiting() -> None:
 
 
 def step_of(options: SimulateOptions, nodes: int, label: str, *, is_separate: bool = False) -> float:
-    found = simulate(replace(options, nodes=str(nodes)))[nodes]
+    found = simulate(replace(options, nodes=str(nodes)))[nodes].predictions
     return next(
         line.step_s for line in found if line.contender.label == label and line.contender.is_separate == is_separate
     )
@@ -104,7 +104,7 @@ def test_scaling_of_horovods_benchmarks() -> None:
     found = {}
     for model in ("resnet101", "vgg16"):
         options = SimulateOptions(model=model, nodes="128", nproc_per_node=4, link="25Gbit")
-        lines = simulation_as_json(simulate(options), options)
+        lines = simulation_as_json(simulate(options))
         found[model] = next(line["efficiency"] for line in lines if line["strategy"] == "all-reduce")
     assert 0.9 < found["resnet101"] <= 1.0
     assert 0.65 < found["vgg16"] < 0.85
@@ -112,5 +112,6 @@ def test_scaling_of_horovods_benchmarks() -> None:
 
 def test_independent_ranks_have_an_efficiency_of_one() -> None:
     options = SimulateOptions(model="resnet50", nodes="2", link="10000Gbit", latency="0s")
-    for prediction in simulate(options)[2]:
-        assert efficiency(prediction, 2, options) == pytest.approx(1.0, rel=0.01)
+    simulated = simulate(options)[2]
+    for prediction in simulated.predictions:
+        assert simulated.efficiency(prediction) == pytest.approx(1.0, rel=0.01)
