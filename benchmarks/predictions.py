@@ -100,7 +100,7 @@ def measure(name: str, ranks: int, runs: int) -> dict[str, list[StepComparison]]
     found: dict[str, list[StepComparison]] = defaultdict(list)
     for _ in range(runs):
         for comparison in compare(options, lambda text: print(text, file=sys.stderr, flush=True)):
-            found[comparison.prediction.contender.label].append(comparison)
+            found[comparison.prediction.candidate.label].append(comparison)
     return found
 
 

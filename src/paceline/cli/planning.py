@@ -30,13 +30,13 @@ def explain(options: ExplainOptions) -> None:
     from paceline.planning import explaining, predictions
 
     with BenchProgress() as progress:
-        command, situation = explaining.measure_situation(options, progress.show)
-    found = predictions.predict_all(situation)
-    measured = explaining.measured_steps(command, situation, found)
+        command, scenario = explaining.measure_scenario(options, progress.show)
+    found = predictions.predict_all(scenario)
+    measured = explaining.measured_steps(command, scenario, found)
     if options.json:
-        typer.echo(json_module.dumps(explaining.as_json(situation, found, measured)))
+        typer.echo(json_module.dumps(explaining.as_json(scenario, found, measured)))
     else:
-        explaining.show_explanation(Console(highlight=False), situation, found, measured)
+        explaining.show_explanation(Console(highlight=False), scenario, found, measured)
 
 
 @expand_flags

@@ -1,11 +1,14 @@
-"""Format numbers with three digits and decimal units."""
+"""Format numbers with three digits and decimal units, and draw bars."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Final
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 _NONE = "-"
+_BARS: Final = "▁▂▃▄▅▆▇█"
 
 
 def format_rate(per_s: float, unit: str = "") -> str:
@@ -30,6 +33,12 @@ def format_duration(seconds: float) -> str:
     minutes, remainder = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
+
+
+def draw_bars(values: Sequence[float], low: float, high: float) -> str:
+    """Return one character for each value: a bar whose height is the value's place between `low` and `high`."""
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
 
 
 def _three_digits(value: float, is_count: bool) -> tuple[str, str]:

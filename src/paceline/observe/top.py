@@ -19,13 +19,12 @@ from rich.text import Text
 from paceline.decoded_types import register_type
 from paceline.errors import PeerError, UsageError
 from paceline.observe.collector import SILENT_S
-from paceline.observe.table import format_bytes, format_count, format_duration, format_rate
+from paceline.observe.table import draw_bars, format_bytes, format_count, format_duration, format_rate
 
 _EVERY_S: Final = 1.0
 _TIMEOUT_S: Final = 5.0
 _MOST_FAILURES: Final = 3
 """After this number of failed requests one after another, the run has ended."""
-_SPARKS: Final = "▁▂▃▄▅▆▇█"
 _SPARK_CELLS: Final = 24
 _BAR_CELLS: Final = 20
 _FILLS: Final = {
@@ -131,9 +130,7 @@ def _describe_cluster(state: dict[str, Any]) -> str:
 
 def _draw_sparks(values: Sequence[float]) -> str:
     recent = values[-_SPARK_CELLS:]
-    low, high = min(recent), max(recent)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((value - low) * scale)] for value in recent).rjust(_SPARK_CELLS)
+    return draw_bars(recent, min(recent), max(recent)).rjust(_SPARK_CELLS)
 
 
 def _draw_ranks(state: dict[str, Any], width: int, most_ranks: int) -> Table:

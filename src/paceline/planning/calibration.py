@@ -22,7 +22,7 @@ from paceline.environment import num_cores
 from paceline.output_files import replacing
 from paceline.planning.links import Curve, Machine, StrategyCost
 from paceline.planning.plays import ClusterShape
-from paceline.planning.predictions import Contender, Situation, predict_step
+from paceline.planning.predictions import Scenario, StrategyCandidate, predict_step
 from paceline.planning.scripts import MeasuredCommand, measured_step_s
 from paceline.strategies.profile import ModelProfile
 from paceline.transport import register_type
@@ -34,11 +34,11 @@ _SOCKET_BYTES: Final = 1 << 22
 _STEPS: Final = 60
 _COSTS: Final = (("step_s", "few"), ("parameter_s", "many"), ("byte_s", "large"))
 """Each cost, and the model from which it is computed."""
-_CONTENDERS: Final = {
-    "all-reduce": Contender(strategy="all-reduce"),
-    "parameter-server": Contender(strategy="parameter-server", consistency="sequential", servers=1),
-    "parameter-server:eventual": Contender(strategy="parameter-server", consistency="eventual", servers=1),
-    "sharded": Contender(strategy="sharded"),
+_CANDIDATES: Final = {
+    "all-reduce": StrategyCandidate(strategy="all-reduce"),
+    "parameter-server": StrategyCandidate(strategy="parameter-server", consistency="sequential", servers=1),
+    "parameter-server:eventual": StrategyCandidate(strategy="parameter-server", consistency="eventual", servers=1),
+    "sharded": StrategyCandidate(strategy="sharded"),
 }
 _HALVINGS: Final = 40
 _MOST_RESULTS: Final = 1000
@@ -121,10 +121,10 @@ def _measure_strategies(machine: Machine, show: Callable[[str], None]) -> Machin
     for model, command in commands.items():
         show(f"measuring a perceptron with {model} parameters, without communication ...")
         profiles[model] = command.profile(ranks, max(machine.num_cores // ranks, 1))
-        for name, contender in _CONTENDERS.items():
+        for name, candidate in _CANDIDATES.items():
             show(f"measuring a perceptron with {model} parameters under {name} ...")
-            steps_s[name, model] = measured_step_s(command.record(contender, ranks, _STEPS))
-    for name in _CONTENDERS:
+            steps_s[name, model] = measured_step_s(command.record(candidate, ranks, _STEPS))
+    for name in _CANDIDATES:
         machine = fit_cost(machine, name, profiles, {model: steps_s[name, model] for model in profiles})
     return machine
 
@@ -135,13 +135,13 @@ def fit_cost(machine: Machine, name: str, profiles: dict[str, ModelProfile], ste
     The keys of `profiles` and `steps_s` are the models ``few``, ``many`` and ``large``. A cost is 0 if the prediction
     without it is too long. Pure.
     """
-    contender, shape = _CONTENDERS[name], ClusterShape(ranks_per_node=machine.ranks_per_node)
+    candidate, shape = _CANDIDATES[name], ClusterShape(ranks_per_node=machine.ranks_per_node)
 
     def predicted_s(cost: StrategyCost, model: str) -> float:
         changed = replace(machine, costs={**machine.costs, name: cost})
         profile = profiles[model]
-        situation = Situation(profile=profile, alone=profile, machine=changed, shape=shape)
-        return predict_step(situation, contender).step_s
+        scenario = Scenario(profile=profile, alone=profile, machine=changed, shape=shape)
+        return predict_step(scenario, candidate).step_s
 
     cost = StrategyCost()
     for _ in range(2):  # twice, because each cost changes the prediction of the other models a little
@@ -173,10 +173,10 @@ def store_results(results: StoredResults) -> None:
     _write(folder() / "compared.json", msgspec.json.encode(StoredResults(dict(newest))))
 
 
-def key_of(command: MeasuredCommand, ranks: int, contender: Contender) -> str:
+def key_of(command: MeasuredCommand, ranks: int, candidate: StrategyCandidate) -> str:
     """Return the key of a result: everything that the measured step depends on."""
     machine = f"{__version__} | {platform.node()} | {num_cores()} cores"
-    return f"{machine} | {command.name} | {ranks} ranks | {contender.label} | servers: {contender.servers}"
+    return f"{machine} | {command.name} | {ranks} ranks | {candidate.label} | servers: {candidate.servers}"
 
 
 def _write(path: Path, content: bytes) -> None:

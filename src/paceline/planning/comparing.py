@@ -12,15 +12,15 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from paceline.observe.table import draw_bars
 from paceline.planning.calibration import key_of, load_results, store_results
 from paceline.planning.explaining import find_machine, profile_both
 from paceline.planning.options import CompareOptions
 from paceline.planning.plays import ClusterShape
-from paceline.planning.predictions import Situation, StepPrediction, parse_contender, predict_step
+from paceline.planning.predictions import Scenario, StepPrediction, parse_candidate, predict_step
 from paceline.planning.scripts import check_options, measured_examples_per_s, measured_step_s
 from paceline.strategies.profile import StepRecord
 
-_BARS: Final = "▁▂▃▄▅▆▇█"
 _CURVE_CELLS: Final = 24
 
 
@@ -40,7 +40,7 @@ class StepComparison:
     def examples_per_s(self) -> float:
         """The measured examples per second of all ranks together."""
         total = measured_examples_per_s(self.records)
-        return total / len(self.records) if self.prediction.contender.strategy == "pipeline" else total
+        return total / len(self.records) if self.prediction.candidate.strategy == "pipeline" else total
 
     @property
     def error(self) -> float:
@@ -63,18 +63,18 @@ class StepComparison:
 def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[StepComparison]:
     """Measure each strategy and yield its comparison. The results are stored for ``paceline explain``."""
     command, ranks = check_options(options)
-    chosen = [parse_contender(text, options.servers) for text in options.strategies.split(",")]
+    chosen = [parse_candidate(text, options.servers) for text in options.strategies.split(",")]
     shape = ClusterShape(ranks_per_node=ranks)
     machine = find_machine(shape, show)
     profile, alone = profile_both(command, ranks, show)
-    situation = Situation(profile=profile, alone=alone, machine=machine, shape=shape, servers=options.servers)
-    predictions = [predict_step(situation, contender) for contender in chosen]  # before the runs, which take minutes
-    for contender, prediction in zip(chosen, predictions, strict=True):
-        show(f"running {command.script} under {contender.label} ...")
-        records = command.record(contender, ranks, options.steps, prediction.step_s)
+    scenario = Scenario(profile=profile, alone=alone, machine=machine, shape=shape, servers=options.servers)
+    predictions = [predict_step(scenario, candidate) for candidate in chosen]  # before the runs, which take minutes
+    for candidate, prediction in zip(chosen, predictions, strict=True):
+        show(f"running {command.script} under {candidate.label} ...")
+        records = command.record(candidate, ranks, options.steps, prediction.step_s)
         comparison = StepComparison(prediction=prediction, records=tuple(records))
         results = load_results()
-        key = key_of(command, ranks, contender)
+        key = key_of(command, ranks, candidate)
         results.steps_s.pop(key, None)  # so that the newest result is the last one
         results.steps_s[key] = comparison.step_s
         store_results(results)
@@ -84,7 +84,7 @@ def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[St
 def comparison_as_json(comparison: StepComparison) -> dict[str, Any]:
     """Return the object for ``--json``. Losses that are not finite are left out."""
     return {
-        "strategy": comparison.prediction.contender.label,
+        "strategy": comparison.prediction.candidate.label,
         "predicted_s": comparison.prediction.step_s,
         "measured_s": comparison.step_s,
         "error": comparison.error,
@@ -103,7 +103,7 @@ def show_comparisons(console: Console, comparisons: Sequence[StepComparison]) ->
         table.add_column(name, justify="right")
     for comparison in comparisons:
         table.add_row(
-            comparison.prediction.contender.label,
+            comparison.prediction.candidate.label,
             f"{comparison.prediction.step_s * 1e3:,.2f}",
             f"{comparison.step_s * 1e3:,.2f}",
             f"{comparison.error:+.0%}",
@@ -112,7 +112,7 @@ def show_comparisons(console: Console, comparisons: Sequence[StepComparison]) ->
             _number(comparison.loss_at(math.inf)),
         )
     console.print(table)
-    curves = {comparison.prediction.contender.label: comparison.losses() for comparison in comparisons}
+    curves = {comparison.prediction.candidate.label: comparison.losses() for comparison in comparisons}
     known = [loss for losses in curves.values() for loss in losses]
     if known:
         steps = max(map(len, curves.values()))
@@ -128,8 +128,7 @@ def draw_curve(values: Sequence[float], low: float, high: float) -> str:
     """Return a line of bars with the means of consecutive values, between `low` and `high`."""
     bounds = [round(len(values) * cell / _CURVE_CELLS) for cell in range(_CURVE_CELLS + 1)]
     means = [statistics.fmean(values[begin:end]) for begin, end in itertools.pairwise(bounds) if end > begin]
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    return draw_bars(means, low, high)
 
 
 def _number(value: float) -> str:

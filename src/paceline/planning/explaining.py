@@ -18,9 +18,9 @@ from paceline.planning.links import Curve, Machine, parse_link
 from paceline.planning.options import ExplainOptions
 from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import (
-    Contender,
-    Situation,
+    Scenario,
     StepPrediction,
+    StrategyCandidate,
     choose,
     describe_server_bound,
     find_changes,
@@ -54,13 +54,13 @@ def shape_of(options: ExplainOptions, ranks_per_node: int) -> ClusterShape:
     return ClusterShape(nodes=options.nodes, ranks_per_node=ranks_per_node, link=link)
 
 
-def measure_situation(options: ExplainOptions, show: Callable[[str], None]) -> tuple[MeasuredCommand, Situation]:
+def measure_scenario(options: ExplainOptions, show: Callable[[str], None]) -> tuple[MeasuredCommand, Scenario]:
     """Measure the script and, at the first use, the machine. `show` receives the current step."""
     command, ranks = check_options(options)
     shape = shape_of(options, ranks)
     machine = find_machine(shape, show, again=options.measure)
     profile, alone = profile_both(command, ranks, show)
-    return command, Situation(profile=profile, alone=alone, machine=machine, shape=shape, servers=options.servers)
+    return command, Scenario(profile=profile, alone=alone, machine=machine, shape=shape, servers=options.servers)
 
 
 def find_machine(shape: ClusterShape, show: Callable[[str], None], *, again: bool = False) -> Machine:
@@ -84,28 +84,28 @@ def profile_both(
     return profile, command.profile(1, num_cores())
 
 
-def contender_as_json(contender: Contender) -> dict[str, Any]:
+def candidate_as_json(candidate: StrategyCandidate) -> dict[str, Any]:
     """Return the members that identify a line of the table."""
     return {
-        "strategy": contender.label,
-        "servers": contender.servers,
-        "separate_servers": contender.is_separate,
+        "strategy": candidate.label,
+        "servers": candidate.servers,
+        "separate_servers": candidate.is_separate,
     }
 
 
-def as_json(situation: Situation, predictions: Sequence[StepPrediction], measured: dict[str, float]) -> dict[str, Any]:
+def as_json(scenario: Scenario, predictions: Sequence[StepPrediction], measured: dict[str, float]) -> dict[str, Any]:
     """Return the object for ``--json``."""
-    shape = situation.shape
+    shape = scenario.shape
     lines = [
         {
-            **contender_as_json(prediction.contender),
-            "same_result": prediction.contender.is_exact,
+            **candidate_as_json(prediction.candidate),
+            "same_result": prediction.candidate.is_exact,
             "step_s": prediction.step_s,
             "examples_per_s": prediction.examples_per_s,
             "memory_bytes": round(prediction.memory_bytes),
             "bottleneck": prediction.bottleneck,
             "parts_s": prediction.parts,
-            "measured_s": measured.get(prediction.contender.label),
+            "measured_s": measured.get(prediction.candidate.label),
         }
         for prediction in predictions
     ]
@@ -114,25 +114,25 @@ def as_json(situation: Situation, predictions: Sequence[StepPrediction], measure
         "ranks_per_node": shape.ranks_per_node,
         "link": None if shape.link is None else asdict(shape.link),
         "strategies": lines,
-        "choice": contender_as_json(choose(predictions).contender),
-        "changes": find_changes(situation),
+        "choice": candidate_as_json(choose(predictions).candidate),
+        "changes": find_changes(scenario),
     }
 
 
 def measured_steps(
-    command: MeasuredCommand, situation: Situation, predictions: Sequence[StepPrediction]
+    command: MeasuredCommand, scenario: Scenario, predictions: Sequence[StepPrediction]
 ) -> dict[str, float]:
     """Return the steps that ``paceline compare`` has measured for this script, by label. Only for one node."""
-    if situation.shape.nodes > 1:
+    if scenario.shape.nodes > 1:
         return {}
-    stored, ranks = load_results().steps_s, situation.shape.ranks_per_node
-    contenders = [prediction.contender for prediction in predictions]
-    keys = {contender.label: key_of(command, ranks, contender) for contender in contenders}
+    stored, ranks = load_results().steps_s, scenario.shape.ranks_per_node
+    candidates = [prediction.candidate for prediction in predictions]
+    keys = {candidate.label: key_of(command, ranks, candidate) for candidate in candidates}
     return {label: stored[key] for label, key in keys.items() if key in stored}
 
 
 def show_explanation(
-    console: Console, situation: Situation, predictions: Sequence[StepPrediction], measured: dict[str, float]
+    console: Console, scenario: Scenario, predictions: Sequence[StepPrediction], measured: dict[str, float]
 ) -> None:
     """Print the table of predictions, the choice, the bottleneck and the changes that alter the order."""
     table = Table(box=None, pad_edge=False)
@@ -141,12 +141,12 @@ def show_explanation(
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bottleneck", no_wrap=True)
     for prediction in predictions:
-        contender = prediction.contender
-        step_s = measured.get(contender.label)
+        candidate = prediction.candidate
+        step_s = measured.get(candidate.label)
         cells = ["" if step_s is None else f"{step_s * 1e3:,.2f}"] if measured else []
         table.add_row(
-            f"{contender.label}{'' if contender.is_exact else '*'}",
-            f"{contender.servers} more" if contender.is_separate else str(contender.servers or ""),
+            f"{candidate.label}{'' if candidate.is_exact else '*'}",
+            f"{candidate.servers} more" if candidate.is_separate else str(candidate.servers or ""),
             f"{prediction.step_s * 1e3:,.2f}",
             *cells,
             f"{prediction.examples_per_s:,.0f}",
@@ -154,31 +154,31 @@ def show_explanation(
             prediction.bottleneck,
         )
     console.print(table)
-    if not all(prediction.contender.is_exact for prediction in predictions):
+    if not all(prediction.candidate.is_exact for prediction in predictions):
         console.print("* applies stale gradients: more examples per second may still learn more slowly")
     best = choose(predictions)
     console.print(f"\n{explain_choice(best, predictions)}")
     console.print(f"its bottleneck: {best.bottleneck}; it needs {_REMEDIES[best.bottleneck]}")
-    for sentence in find_changes(situation):
+    for sentence in find_changes(scenario):
         console.print(sentence)
-    noise = describe_noise(situation.profile.steps_s) or describe_noise(situation.alone.steps_s)
-    for remark in (describe_server_bound(situation), _describe_embedding(situation), noise):
+    noise = describe_noise(scenario.profile.steps_s) or describe_noise(scenario.alone.steps_s)
+    for remark in (describe_server_bound(scenario), _describe_embedding(scenario), noise):
         if remark is not None:
             console.print(remark)
 
 
 def explain_choice(best: StepPrediction, predictions: Sequence[StepPrediction]) -> str:
     """Return the reason for a choice in one line."""
-    next_best = [found for found in predictions if found.contender.is_choosable and found is not best]
-    text = f"fastest with the result of one device: {best.contender.description}, {best.examples_per_s:,.0f} examples/s"
+    next_best = [found for found in predictions if found.candidate.is_choosable and found is not best]
+    text = f"fastest with the result of one device: {best.candidate.description}, {best.examples_per_s:,.0f} examples/s"
     if next_best:
-        text += f"; next: {next_best[0].contender.description}, {next_best[0].examples_per_s:,.0f} examples/s"
+        text += f"; next: {next_best[0].candidate.description}, {next_best[0].examples_per_s:,.0f} examples/s"
     return text
 
 
-def _describe_embedding(situation: Situation) -> str | None:
+def _describe_embedding(scenario: Scenario) -> str | None:
     """Return advice for the largest embedding with a dense gradient, of which a step touches few rows."""
-    layers = [layer for layer in situation.profile.layers if layer.num_rows and not layer.row_bytes]
+    layers = [layer for layer in scenario.profile.layers if layer.num_rows and not layer.row_bytes]
     layer = max(layers, key=lambda layer: layer.parameter_bytes, default=None)
     if layer is None or layer.touched_rows * 4 > layer.num_rows:
         return None
@@ -221,15 +221,15 @@ def choose_options(options: RunOptions, show: Callable[[str], None]) -> tuple[Ru
     if options.module or options.no_python:
         raise UsageError("--strategy auto: needs a Python script. Choose the strategy yourself for a module or program")
     chosen = ExplainOptions(script=options.script, arguments=options.arguments, nproc_per_node=options.nproc_per_node)
-    _, situation = measure_situation(chosen, show)
-    predictions = predict_all(situation)
+    _, scenario = measure_scenario(chosen, show)
+    predictions = predict_all(scenario)
     best = choose(predictions)
-    contender = best.contender
-    ranks = 1 if contender.strategy == "one-device" else situation.shape.ranks_per_node
-    changed = replace(options, strategy=contender.strategy, nproc_per_node=ranks)
-    if contender.consistency is not None:
-        changed = replace(changed, consistency=contender.consistency, servers=contender.servers)
+    candidate = best.candidate
+    ranks = 1 if candidate.strategy == "one-device" else scenario.shape.ranks_per_node
+    changed = replace(options, strategy=candidate.strategy, nproc_per_node=ranks)
+    if candidate.consistency is not None:
+        changed = replace(changed, consistency=candidate.consistency, servers=candidate.servers)
     reason = explain_choice(best, predictions)
-    if ranks < situation.shape.ranks_per_node:
-        reason += f"; runs 1 process instead of {situation.shape.ranks_per_node}"
+    if ranks < scenario.shape.ranks_per_node:
+        reason += f"; runs 1 process instead of {scenario.shape.ranks_per_node}"
     return changed, reason

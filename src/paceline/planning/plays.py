@@ -16,10 +16,10 @@ from paceline.planning.links import Machine, NodeLink, StrategyCost, all_reduce_
 from paceline.strategies.profile import LayerProfile, ModelProfile
 
 _FIRST_BUCKET_BYTES: Final = 1 << 20
-_BUCKET_BYTES: Final = 25 << 20
+BUCKET_BYTES: Final = 25 << 20
 """DistributedDataParallel's buckets: the first one is small, so that communication begins early."""
-_SERVER_BUCKET_BYTES: Final = 4 << 20
-_UNIT_BYTES: Final = 4 << 16
+SERVER_BUCKET_BYTES: Final = 4 << 20
+UNIT_BYTES: Final = 4 << 16
 _DIRECTIONS, _SIDES = 2, 2
 """Pushes and pulls; clients and servers."""
 _MESSAGES: Final = _DIRECTIONS * _SIDES
@@ -149,7 +149,7 @@ def _add_all_reduce(rank: RankPlay, *, sparse_bytes: float, after: int = -1) -> 
     for number in reversed(range(len(profile.layers))):
         ready[number] = last = rank.compute(profile.layers[number].backward_s, last)
     reduced = -1
-    for number, num_bytes in buckets_of(profile.layers, _FIRST_BUCKET_BYTES, _BUCKET_BYTES):
+    for number, num_bytes in buckets_of(profile.layers, _FIRST_BUCKET_BYTES, BUCKET_BYTES):
         reduced = rank.all_reduce(num_bytes, ready[number], reduced)
     if profile.parameter_bytes:
         copying = rank.cost.byte_s * profile.parameter_bytes
@@ -261,7 +261,7 @@ def play_servers(
         profile, shape, machine, cost, servers=servers, is_separate=is_separate, is_synchronous=is_synchronous
     )
     layers = profile.layers
-    buckets = _parts(buckets_of(layers, _SERVER_BUCKET_BYTES, _SERVER_BUCKET_BYTES))
+    buckets = _parts(buckets_of(layers, SERVER_BUCKET_BYTES, SERVER_BUCKET_BYTES))
     pulled, last, rows, ends = dict[int, int](), -1, -1, list[int]()
     for _ in range(_ITERATIONS):
         last = rank.join(last, rows)
@@ -297,7 +297,7 @@ def _parts(buckets: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Divide large buckets: a bucket of the servers may have a part of a parameter."""
     parts: list[tuple[int, float]] = []
     for number, num_bytes in buckets:
-        count = max(round(num_bytes / _SERVER_BUCKET_BYTES), 1)
+        count = max(round(num_bytes / SERVER_BUCKET_BYTES), 1)
         parts += [(number, num_bytes / count)] * count
     return parts
 
@@ -332,7 +332,7 @@ def play_hybrid(
 
 def units_of(layers: Sequence[LayerProfile]) -> list[int]:
     """Return the numbers of the layers that are gathered alone under ``sharded``: those with 65,536 parameters."""
-    return [number for number, layer in enumerate(layers) if layer.parameter_bytes >= _UNIT_BYTES]
+    return [number for number, layer in enumerate(layers) if layer.parameter_bytes >= UNIT_BYTES]
 
 
 def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> PlayedStep:

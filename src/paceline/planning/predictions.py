@@ -37,7 +37,7 @@ _CHANGES, _HALVINGS = 10, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
+class StrategyCandidate:
     """A strategy with the options that distinguish it from other lines of a table."""
 
     strategy: str
@@ -76,7 +76,7 @@ class Contender:
 
     @property
     def is_choosable(self) -> bool:
-        """Whether ``--strategy auto`` may choose this contender.
+        """Whether ``--strategy auto`` may choose this candidate.
 
         Stale gradients may learn more slowly although more examples are processed. Not every model can be divided into
         the stages of a pipeline.
@@ -84,15 +84,15 @@ class Contender:
         return self.is_exact and self.strategy != "pipeline" and not self.needs_more_nodes
 
     def words(self) -> list[str]:
-        """Return the options of ``paceline run`` that select this contender."""
+        """Return the options of ``paceline run`` that select this candidate."""
         words = ["--strategy", self.strategy]
         if self.consistency is not None:
             words += ["--consistency", self.consistency, "--servers", str(self.servers)]
         return words
 
 
-def parse_contender(text: str, servers: int | None = None) -> Contender:
-    """Return the contender of a text such as ``parameter-server:bounded:4``. Raises UsageError."""
+def parse_candidate(text: str, servers: int | None = None) -> StrategyCandidate:
+    """Return the candidate of a text such as ``parameter-server:bounded:4``. Raises UsageError."""
     name, _, consistency = text.strip().partition(":")
     spec = check_strategy(name, "strategies")
     if name not in PREDICTED:
@@ -100,17 +100,17 @@ def parse_contender(text: str, servers: int | None = None) -> Contender:
     if not spec.has_servers:
         if consistency:
             raise UsageError(f"--strategies {text}: {name} has no servers. Leave :{consistency} out")
-        return Contender(strategy=name)
+        return StrategyCandidate(strategy=name)
     parsed = parse_consistency(consistency or spec.consistency or "")
     is_exact = isinstance(parsed, Sequential)
-    return Contender(strategy=name, consistency="sequential" if is_exact else str(parsed), servers=servers or 1)
+    return StrategyCandidate(strategy=name, consistency="sequential" if is_exact else str(parsed), servers=servers or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrediction:
-    """The predicted step of one contender."""
+    """The predicted step of one candidate."""
 
-    contender: Contender
+    candidate: StrategyCandidate
     step_s: float
     """Mean seconds per step."""
     examples_per_s: float
@@ -133,7 +133,7 @@ class StepPrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class Scenario:
     """Everything that a prediction depends on."""
 
     profile: ModelProfile
@@ -145,12 +145,12 @@ class Situation:
     servers: int | None = None
     """Number of separate servers, if the user gives it; else as many as nodes."""
 
-    def with_link_speed(self, factor: float) -> Situation:
+    def with_link_speed(self, factor: float) -> Scenario:
         assert self.shape.link is not None
         return replace(self, shape=replace(self.shape, link=self.shape.link.with_speed(factor)))
 
-    def with_compute_time(self, factor: float) -> Situation:
-        """Return a situation in which computing takes `factor` times as long, as with a larger batch."""
+    def with_compute_time(self, factor: float) -> Scenario:
+        """Return a scenario in which computing takes `factor` times as long, as with a larger batch."""
         return replace(self, profile=_stretched(self.profile, factor), alone=_stretched(self.alone, factor))
 
 
@@ -165,41 +165,41 @@ def _stretched(profile: ModelProfile, factor: float) -> ModelProfile:
     return replace(profile, layers=layers, steps_s=steps_s, batch_size=batch_size)
 
 
-def contenders(situation: Situation) -> Iterator[Contender]:
-    """Yield the contenders that the script and the cluster support."""
-    profile, shape = situation.profile, situation.shape
-    yield Contender(strategy="one-device")
+def candidates(scenario: Scenario) -> Iterator[StrategyCandidate]:
+    """Yield the candidates that the script and the cluster support."""
+    profile, shape = scenario.profile, scenario.shape
+    yield StrategyCandidate(strategy="one-device")
     if shape.num_ranks == 1:
         return
-    yield Contender(strategy="all-reduce")
-    places = [(shape.nodes if shape.nodes > 1 else situation.servers or 1, False)]
+    yield StrategyCandidate(strategy="all-reduce")
+    places = [(shape.nodes if shape.nodes > 1 else scenario.servers or 1, False)]
     if shape.nodes > 1:
-        places.append((situation.servers or shape.nodes, True))
+        places.append((scenario.servers or shape.nodes, True))
     names = [("parameter-server", consistency) for consistency in ("sequential", f"bounded:{_TAU}", "eventual")]
     if profile.sparse_bytes:
         names += [("hybrid", "sequential"), ("hybrid", f"bounded:{_TAU}")]
     for (servers, is_separate), (name, consistency) in itertools.product(places, names):
-        yield Contender(
+        yield StrategyCandidate(
             strategy=name,
             consistency=consistency,
             servers=servers,
             is_separate=is_separate,
-            needs_more_nodes=is_separate and situation.servers is None,
+            needs_more_nodes=is_separate and scenario.servers is None,
         )
     if profile.parameter_bytes:
-        yield Contender(strategy="sharded")
+        yield StrategyCandidate(strategy="sharded")
     if 2 <= shape.num_ranks <= len(profile.layers) and not profile.sparse_bytes:
-        yield Contender(strategy="pipeline")
+        yield StrategyCandidate(strategy="pipeline")
 
 
-def predict_step(situation: Situation, contender: Contender) -> StepPrediction:
-    """Predict the step of a contender: its critical path, and the waiting for slower ranks."""
-    profile, shape, machine = situation.profile, situation.shape, situation.machine
-    servers = max(contender.servers, 1)
+def predict_step(scenario: Scenario, candidate: StrategyCandidate) -> StepPrediction:
+    """Predict the step of a candidate: its critical path, and the waiting for slower ranks."""
+    profile, shape, machine = scenario.profile, scenario.shape, scenario.machine
+    servers = max(candidate.servers, 1)
     replicas = shape.num_ranks
-    match contender.strategy:
+    match candidate.strategy:
         case "one-device":
-            profile, replicas = situation.alone, 1
+            profile, replicas = scenario.alone, 1
             played = play_one_device(profile, ClusterShape(), machine)
         case "all-reduce":
             played = play_all_reduce(profile, shape, machine)
@@ -209,8 +209,8 @@ def predict_step(situation: Situation, contender: Contender) -> StepPrediction:
                 shape,
                 machine,
                 servers=servers,
-                is_separate=contender.is_separate,
-                is_synchronous=contender.tau == 0,
+                is_separate=candidate.is_separate,
+                is_synchronous=candidate.tau == 0,
             )
         case "hybrid":
             played = play_hybrid(
@@ -218,8 +218,8 @@ def predict_step(situation: Situation, contender: Contender) -> StepPrediction:
                 shape,
                 machine,
                 servers=servers,
-                is_separate=contender.is_separate,
-                is_synchronous=contender.is_exact,
+                is_separate=candidate.is_separate,
+                is_synchronous=candidate.is_exact,
             )
         case "sharded":
             played = play_sharded(profile, shape, machine)
@@ -228,86 +228,86 @@ def predict_step(situation: Situation, contender: Contender) -> StepPrediction:
                 raise UsageError(
                     f"pipeline: {len(profile.layers)} layers for {shape.num_ranks} stages. Lower --nproc-per-node"
                 )
-            played = play_pipeline(profile, shape, _microbatches(situation))
+            played = play_pipeline(profile, shape, _microbatches(scenario))
         case other:
             raise AssertionError(other)
-    is_divided = contender.strategy == "pipeline"
-    waiting_s = _waiting_s(profile, 1 if is_divided else replicas, contender.tau)
+    is_divided = candidate.strategy == "pipeline"
+    waiting_s = _waiting_s(profile, 1 if is_divided else replicas, candidate.tau)
     step_s = played.step_s + waiting_s
     return StepPrediction(
-        contender=contender,
+        candidate=candidate,
         step_s=step_s,
         examples_per_s=profile.batch_size * (1 if is_divided else replicas) / step_s,
-        memory_bytes=_memory_bytes(contender, profile, shape.num_ranks),
+        memory_bytes=_memory_bytes(candidate, profile, shape.num_ranks),
         parts={**played.parts, "slow ranks": waiting_s},
     )
 
 
-def _microbatches(situation: Situation) -> int:
-    return max(min(_MICROBATCHES_PER_STAGE * situation.shape.num_ranks, situation.profile.batch_size), 1)
+def _microbatches(scenario: Scenario) -> int:
+    return max(min(_MICROBATCHES_PER_STAGE * scenario.shape.num_ranks, scenario.profile.batch_size), 1)
 
 
 def _waiting_s(profile: ModelProfile, ranks: int, tau: int | None) -> float:
     return max(barrier_s(profile.steps_s, ranks, tau) - statistics.fmean(profile.steps_s), 0.0)
 
 
-def _memory_bytes(contender: Contender, profile: ModelProfile, ranks: int) -> float:
+def _memory_bytes(candidate: StrategyCandidate, profile: ModelProfile, ranks: int) -> float:
     parameters, state = profile.parameter_bytes, profile.optimizer_bytes
     other = profile.activation_bytes + profile.table_bytes
     complete = 2 * parameters + state
-    if contender.strategy == "parameter-server":
+    if candidate.strategy == "parameter-server":
         complete = 2 * parameters  # the servers have the optimizer's state
-    elif contender.strategy == "sharded":
+    elif candidate.strategy == "sharded":
         units = [profile.layers[number].parameter_bytes for number in units_of(profile.layers)]
         return complete / ranks + 2 * max(units, default=0) + other
-    elif contender.strategy == "pipeline":
+    elif candidate.strategy == "pipeline":
         return (complete + other) / ranks
     return complete + other
 
 
-def predict_all(situation: Situation) -> list[StepPrediction]:
-    """Return the predictions of all contenders, the one with the most examples per second first."""
-    predictions = [predict_step(situation, contender) for contender in contenders(situation)]
+def predict_all(scenario: Scenario) -> list[StepPrediction]:
+    """Return the predictions of all candidates, the one with the most examples per second first."""
+    predictions = [predict_step(scenario, candidate) for candidate in candidates(scenario)]
     return sorted(predictions, key=lambda prediction: -prediction.examples_per_s)
 
 
 def choose(predictions: Sequence[StepPrediction]) -> StepPrediction:
     """Return the fastest prediction among those that may be chosen automatically."""
-    suitable = [prediction for prediction in predictions if prediction.contender.is_choosable]
+    suitable = [prediction for prediction in predictions if prediction.candidate.is_choosable]
     return max(suitable, key=lambda prediction: prediction.examples_per_s)
 
 
-def describe_server_bound(situation: Situation) -> str | None:
+def describe_server_bound(scenario: Scenario) -> str | None:
     """Return a sentence with the shortest time of any division of the traffic between servers (BytePS)."""
-    shape = situation.shape
-    servers = min(situation.servers or 0, shape.nodes)
+    shape = scenario.shape
+    servers = min(scenario.servers or 0, shape.nodes)
     if shape.link is None or not servers or shape.nodes < 2:
         return None
     # The ranks of a node reduce inside of the node first, so a node sends the gradients once.
-    seconds = byteps_optimum_s(situation.profile.parameter_bytes, shape.nodes, servers, shape.link.bytes_per_s)
+    seconds = byteps_optimum_s(scenario.profile.parameter_bytes, shape.nodes, servers, shape.link.bytes_per_s)
     return (
         f"lower bound of the communication with {servers} separate server{'s' if servers > 1 else ''}, if the nodes "
         f"run servers too (BytePS): {seconds * 1e3:,.2f} ms"
     )
 
 
-def find_changes(situation: Situation) -> list[str]:
+def find_changes(scenario: Scenario) -> list[str]:
     """Return sentences about the smallest changes that make another strategy the choice."""
-    candidates = [contender for contender in contenders(situation) if contender.is_choosable]
+    choosable = [candidate for candidate in candidates(scenario) if candidate.is_choosable]
 
-    def choice(changed: Situation) -> Contender:
-        return choose([predict_step(changed, contender) for contender in candidates]).contender
+    def choice(changed: Scenario) -> StrategyCandidate:
+        return choose([predict_step(changed, candidate) for candidate in choosable]).candidate
 
-    winner, link, batch_size = choice(situation), situation.shape.link, situation.profile.batch_size
+    winner, link, batch_size = choice(scenario), scenario.shape.link, scenario.profile.batch_size
     sentences: list[str] = []
     for word, is_up in (("faster", True), ("slower", False)) if link is not None else ():
-        found = find_change(lambda factor: choice(situation.with_link_speed(factor)), winner, is_up=is_up)
+        found = find_change(lambda factor: choice(scenario.with_link_speed(factor)), winner, is_up=is_up)
         if found is not None and link is not None:
             sentences.append(
                 f"On links {word} than {format_speed(link.bytes_per_s * found[0])}, {found[1]} is fastest."
             )
     for word, is_up in (("more", True), ("fewer", False)):
-        found = find_change(lambda factor: choice(situation.with_compute_time(factor)), winner, is_up=is_up)
+        found = find_change(lambda factor: choice(scenario.with_compute_time(factor)), winner, is_up=is_up)
         size = batch_size * found[0] if found is not None else 0.0
         if found is not None and size >= 1:
             count = math.ceil(size) if is_up else math.floor(size)
@@ -315,7 +315,9 @@ def find_changes(situation: Situation) -> list[str]:
     return sentences
 
 
-def find_change(winner_at: Callable[[float], Contender], winner: Contender, *, is_up: bool) -> tuple[float, str] | None:
+def find_change(
+    winner_at: Callable[[float], StrategyCandidate], winner: StrategyCandidate, *, is_up: bool
+) -> tuple[float, str] | None:
     """Return the smallest change (a factor above 1, or below 1) with another winner, and this winner's description.
 
     ``winner_at(factor)`` is the winner after a change. Return None if changes up to 1,000 times do not matter.

@@ -24,7 +24,7 @@ from paceline.launch.run.plan import command_of
 from paceline.launch.run.run import check_script
 from paceline.launch.supervisor import Supervisor, spawn
 from paceline.planning.options import ScriptOptions
-from paceline.planning.predictions import Contender
+from paceline.planning.predictions import StrategyCandidate
 from paceline.planning.waiting import without_outliers
 from paceline.strategies.profile import COPIES, STARTED, LayerProfile, ModelProfile, StepRecord, read_record
 from paceline.temporary import TemporaryFolder
@@ -76,15 +76,15 @@ class MeasuredCommand:
             files = [place / "profile.json" for place in places]
             return _mean([read_record(file, ModelProfile) for file in files if self._is_measured(file)])
 
-    def record(self, contender: Contender, ranks: int, steps: int, step_s: float = 0.0) -> list[StepRecord]:
+    def record(self, candidate: StrategyCandidate, ranks: int, steps: int, step_s: float = 0.0) -> list[StepRecord]:
         """Run the script under a strategy for `steps` steps, and return the record of each rank.
 
         `step_s` is the predicted step. A longer prediction allows more time. Raises UsageError and PeerError
         like :meth:`profile`.
         """
-        ranks = 1 if contender.strategy == "one-device" else ranks
-        words = [*contender.words(), "--nproc-per-node", str(ranks), *(["-m"] if self.is_module else [])]
-        if contender.strategy == "pipeline":
+        ranks = 1 if candidate.strategy == "one-device" else ranks
+        words = [*candidate.words(), "--nproc-per-node", str(ranks), *(["-m"] if self.is_module else [])]
+        if candidate.strategy == "pipeline":
             words += ["--stages", str(ranks)]
         command = module_command("paceline", "run", *words, self.script, *self.arguments)
         with TemporaryFolder.make("record") as folder:

@@ -15,7 +15,7 @@ from paceline.planning.known_models import find_model, varied
 from paceline.planning.links import Curve, Machine, parse_link
 from paceline.planning.options import SimulateOptions
 from paceline.planning.plays import ClusterShape
-from paceline.planning.predictions import Situation, StepPrediction, contenders, describe_server_bound, predict_step
+from paceline.planning.predictions import Scenario, StepPrediction, candidates, describe_server_bound, predict_step
 
 _MOST_NODES: Final = 100_000
 _LOCAL_BYTES_PER_S: Final = 1e10
@@ -26,13 +26,13 @@ _LOCAL_BYTES_PER_S: Final = 1e10
 class SimulatedNodes:
     """The predictions for one number of nodes."""
 
-    situation: Situation
+    scenario: Scenario
     predictions: list[StepPrediction]
 
     def efficiency(self, prediction: StepPrediction) -> float:
         """Return the examples per second, as a share of the speed of equally many ranks without communication."""
-        profile = self.situation.profile
-        alone = profile.batch_size / profile.compute_s * self.situation.shape.num_ranks
+        profile = self.scenario.profile
+        alone = profile.batch_size / profile.compute_s * self.scenario.shape.num_ranks
         return prediction.examples_per_s / alone
 
 
@@ -67,13 +67,13 @@ def simulate(options: SimulateOptions) -> dict[int, SimulatedNodes]:
     found: dict[int, SimulatedNodes] = {}
     for nodes in parse_nodes(options.nodes):
         shape = ClusterShape(nodes=nodes, ranks_per_node=ranks, link=link)
-        situation = Situation(profile=profile, alone=profile, machine=machine, shape=shape, servers=options.servers)
+        scenario = Scenario(profile=profile, alone=profile, machine=machine, shape=shape, servers=options.servers)
         predictions = [
-            predict_step(situation, contender)
-            for contender in contenders(situation)
-            if contender.strategy not in ("one-device", "pipeline")
+            predict_step(scenario, candidate)
+            for candidate in candidates(scenario)
+            if candidate.strategy not in ("one-device", "pipeline")
         ]
-        found[nodes] = SimulatedNodes(situation, predictions)
+        found[nodes] = SimulatedNodes(scenario, predictions)
     return found
 
 
@@ -82,9 +82,9 @@ def simulation_as_json(found: dict[int, SimulatedNodes]) -> list[dict[str, Any]]
     return [
         {
             "nodes": nodes,
-            "strategy": prediction.contender.label,
-            "servers": prediction.contender.servers,
-            "separate_servers": prediction.contender.is_separate,
+            "strategy": prediction.candidate.label,
+            "servers": prediction.candidate.servers,
+            "separate_servers": prediction.candidate.is_separate,
             "step_s": prediction.step_s,
             "examples_per_s": prediction.examples_per_s,
             "efficiency": simulated.efficiency(prediction),
@@ -104,22 +104,22 @@ def show_simulation(console: Console, found: dict[int, SimulatedNodes], options:
         table.add_column(f"{nodes:,}", justify="right")
     for column in zip(*(simulated.predictions for simulated in found.values()), strict=True):
         shares = [each.efficiency(prediction) for each, prediction in zip(found.values(), column, strict=True)]
-        contender = column[0].contender
-        place = "" if not contender.servers else "separate" if contender.is_separate else "on nodes"
-        table.add_row(contender.label, place, *(f"{share:.0%}" for share in shares))
+        candidate = column[0].candidate
+        place = "" if not candidate.servers else "separate" if candidate.is_separate else "on nodes"
+        table.add_row(candidate.label, place, *(f"{share:.0%}" for share in shares))
     console.print(f"efficiency of {options.model}, {options.link}, ranks per node: {options.nproc_per_node}\n")
     console.print(table)
     nodes = max(found)
     console.print(_describe_best(nodes, found[nodes].predictions))
-    bound = describe_server_bound(found[nodes].situation)
+    bound = describe_server_bound(found[nodes].scenario)
     if bound is not None:
         console.print(bound)
 
 
 def _describe_best(nodes: int, predictions: Sequence[StepPrediction]) -> str:
-    suitable = [line for line in predictions if line.contender.is_exact]
+    suitable = [line for line in predictions if line.candidate.is_exact]
     best = max(suitable, key=lambda prediction: prediction.examples_per_s)
     return (
-        f"fastest with the result of one device on {nodes:,} nodes: {best.contender.description}, "
+        f"fastest with the result of one device on {nodes:,} nodes: {best.candidate.description}, "
         f"{best.examples_per_s:,.0f} examples/s; its bottleneck: {best.bottleneck}"
     )

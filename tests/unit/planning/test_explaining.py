@@ -17,7 +17,7 @@ from paceline.planning.calibration import key_of
 from paceline.planning.explaining import choose_options, show_explanation
 from paceline.planning.links import Curve, Machine, NodeLink
 from paceline.planning.plays import ClusterShape
-from paceline.planning.predictions import Contender, Situation, predict_all
+from paceline.planning.predictions import Scenario, StrategyCandidate, predict_all
 from paceline.planning.scripts import MeasuredCommand
 from paceline.strategies.profile import LayerProfile, ModelProfile
 from paceline.strategies.registry import StrategyFlags
@@ -31,7 +31,7 @@ def explain(layers: Sequence[LayerProfile], steps_s: tuple[float, ...] = (0.2,) 
         layers=tuple(layers), steps_s=(0.2,) * 5, between_s=0.0, update_s=0.0, batch_size=32, num_threads=1
     )
     link = NodeLink(bytes_per_s=1.25e8, latency_s=0.0)
-    situation = Situation(
+    scenario = Scenario(
         profile=profile,
         alone=replace(profile, steps_s=steps_s),
         machine=MACHINE,
@@ -39,7 +39,7 @@ def explain(layers: Sequence[LayerProfile], steps_s: tuple[float, ...] = (0.2,) 
         servers=servers,
     )
     output = io.StringIO()
-    show_explanation(Console(file=output, width=200), situation, predict_all(situation), {})
+    show_explanation(Console(file=output, width=200), scenario, predict_all(scenario), {})
     return output.getvalue().splitlines()
 
 
@@ -79,8 +79,8 @@ def test_options_of_one_strategy_are_rejected_before_measuring(changes: dict[str
 
 
 def test_results_are_stored_for_each_number_of_servers() -> None:
-    contender = Contender(strategy="parameter-server", consistency="eventual", servers=1)
-    keys = {key_of(MeasuredCommand("train.py"), 2, replace(contender, servers=servers)) for servers in (1, 2)}
+    candidate = StrategyCandidate(strategy="parameter-server", consistency="eventual", servers=1)
+    keys = {key_of(MeasuredCommand("train.py"), 2, replace(candidate, servers=servers)) for servers in (1, 2)}
     assert len(keys) == 2
 
 

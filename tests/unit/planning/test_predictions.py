@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
 
 from paceline.errors import UsageError
+from paceline.planning import plays
 from paceline.planning.calibration import fit_cost
 from paceline.planning.formulas import pipeline_bubble, ring_s
 from paceline.planning.links import Curve, Machine, NodeLink, StrategyCost
@@ -22,16 +24,19 @@ from paceline.planning.plays import (
     play_sharded,
 )
 from paceline.planning.predictions import (
-    Contender,
-    Situation,
+    Scenario,
+    StrategyCandidate,
     choose,
     find_change,
     find_changes,
-    parse_contender,
+    parse_candidate,
     predict_all,
     predict_step,
 )
 from paceline.strategies.profile import LayerProfile, ModelProfile
+from paceline.torch.strategies.all_reduce import AllReduce
+from paceline.torch.strategies.server.parameter_server import ParameterServer
+from paceline.torch.strategies.sharded.units import LEAST_NUMEL
 
 MB = 1 << 20
 LINK = NodeLink(bytes_per_s=1.25e8, latency_s=0.0)
@@ -68,8 +73,8 @@ def shape(nodes: int) -> ClusterShape:
     return ClusterShape(nodes=nodes, link=LINK)
 
 
-def situation(profile: ModelProfile, nodes: int = 8, machine: Machine = MACHINE) -> Situation:
-    return Situation(profile=profile, alone=profile, machine=machine, shape=shape(nodes))
+def scenario(profile: ModelProfile, nodes: int = 8, machine: Machine = MACHINE) -> Scenario:
+    return Scenario(profile=profile, alone=profile, machine=machine, shape=shape(nodes))
 
 
 @pytest.mark.parametrize("nodes", [2, 8, 100])
@@ -159,9 +164,9 @@ def test_buckets_follow_the_backward() -> None:
 def test_slow_steps_make_synchronous_ranks_wait() -> None:
     profile = replace(model(compute_s=1.0, layer_bytes=4), steps_s=(1.0, 1.0, 1.0, 2.0))
     waits = [
-        predict_step(situation(profile), Contender(strategy="parameter-server", consistency=text, servers=8)).parts[
-            "slow ranks"
-        ]
+        predict_step(
+            scenario(profile), StrategyCandidate(strategy="parameter-server", consistency=text, servers=8)
+        ).parts["slow ranks"]
         for text in ("sequential", "bounded:4", "eventual")
     ]
     assert waits[0] == pytest.approx(2 - 0.75**8 - 1.25)
@@ -178,13 +183,23 @@ def test_slow_sockets_are_busy_for_all_bytes_that_a_node_sends_and_receives() ->
         assert play_sharded(profile, shape(nodes), machine).step_s == pytest.approx(byte_s * 3 * moved)
 
 
+def test_buckets_and_units_are_those_of_the_strategies() -> None:
+    """The planning does not import torch, so it has its own copy of these sizes."""
+    defaults = {
+        kind: inspect.signature(kind).parameters["bucket_mb"].default * MB for kind in (AllReduce, ParameterServer)
+    }
+    assert defaults[AllReduce] == plays.BUCKET_BYTES
+    assert defaults[ParameterServer] == plays.SERVER_BUCKET_BYTES
+    assert plays.UNIT_BYTES == 4 * LEAST_NUMEL
+
+
 def test_tables_need_memory() -> None:
     """A dense embedding with sparse gradients is complete on each rank."""
     profile = model()
     table = LayerProfile(name="rows", forward_s=0.0, backward_s=0.0, touched_rows=2, num_rows=1000, row_bytes=64)
     with_table = replace(profile, layers=(table, *profile.layers))
-    for contender in (Contender(strategy="all-reduce"), Contender(strategy="sharded")):
-        less, more = (predict_step(situation(each), contender).memory_bytes for each in (profile, with_table))
+    for candidate in (StrategyCandidate(strategy="all-reduce"), StrategyCandidate(strategy="sharded")):
+        less, more = (predict_step(scenario(each), candidate).memory_bytes for each in (profile, with_table))
         assert more - less == 64_000
 
 
@@ -196,8 +211,8 @@ def test_one_slow_step_does_not_change_the_times() -> None:
 
 def test_order_memory_and_bottleneck() -> None:
     found = {
-        (prediction.contender.label, prediction.contender.is_separate): prediction
-        for prediction in predict_all(situation(model(compute_s=0.05), machine=COSTLY))
+        (prediction.candidate.label, prediction.candidate.is_separate): prediction
+        for prediction in predict_all(scenario(model(compute_s=0.05), machine=COSTLY))
     }
     wire = found["all-reduce", False]
     assert wire.bottleneck == "wire"
@@ -205,22 +220,22 @@ def test_order_memory_and_bottleneck() -> None:
     assert found["sharded", False].memory_bytes == 20 * MB + 16 * MB + 10_000
     assert found["one-device", False].bottleneck == "compute"
     assert found["one-device", False].examples_per_s == pytest.approx(32 / 0.05)
-    assert choose([*found.values()]).contender.label == "one-device"
+    assert choose([*found.values()]).candidate.label == "one-device"
 
 
 def test_a_faster_link_changes_the_choice() -> None:
-    start = situation(model(compute_s=0.05), machine=COSTLY)
+    start = scenario(model(compute_s=0.05), machine=COSTLY)
     sentences = find_changes(start)
     speed = next(sentence for sentence in sentences if sentence.startswith("On links faster than "))
     assert speed.endswith(" Gbit/s, all-reduce is fastest.")
     factor = float(speed.split()[4]) * 1e9 / 8 / LINK.bytes_per_s
-    assert choose(predict_all(start.with_link_speed(factor * 1.1))).contender.label == "all-reduce"
-    assert choose(predict_all(start.with_link_speed(factor / 1.1))).contender.label == "one-device"
+    assert choose(predict_all(start.with_link_speed(factor * 1.1))).candidate.label == "all-reduce"
+    assert choose(predict_all(start.with_link_speed(factor / 1.1))).candidate.label == "one-device"
     assert any("or more examples per batch and rank, all-reduce is fastest." in sentence for sentence in sentences)
 
 
 def test_bisection_finds_the_smallest_change() -> None:
-    slow, fast = Contender(strategy="one-device"), Contender(strategy="all-reduce")
+    slow, fast = StrategyCandidate(strategy="one-device"), StrategyCandidate(strategy="all-reduce")
     found = find_change(lambda factor: fast if factor >= 7.0 else slow, slow, is_up=True)
     assert found is not None
     assert found[0] == pytest.approx(7.0, rel=0.02)
@@ -228,10 +243,10 @@ def test_bisection_finds_the_smallest_change() -> None:
     assert find_change(lambda factor: slow, slow, is_up=False) is None
 
 
-def test_a_single_rank_has_one_contender() -> None:
+def test_a_single_rank_has_one_candidate() -> None:
     profile = model(compute_s=1.0)
-    alone = Situation(profile=profile, alone=profile, machine=MACHINE, shape=ClusterShape())
-    assert [prediction.contender.label for prediction in predict_all(alone)] == ["one-device"]
+    alone = Scenario(profile=profile, alone=profile, machine=MACHINE, shape=ClusterShape())
+    assert [prediction.candidate.label for prediction in predict_all(alone)] == ["one-device"]
 
 
 @pytest.mark.parametrize(
@@ -247,10 +262,10 @@ def test_a_single_rank_has_one_contender() -> None:
         ("hybrid", "hybrid:bounded:4", None),
     ],
 )
-def test_contenders_are_parsed(text: str, label: str, words: str | None) -> None:
-    contender = parse_contender(text, 2)
-    assert contender.label == label
-    assert words is None or contender.words() == words.split()
+def test_candidates_are_parsed(text: str, label: str, words: str | None) -> None:
+    candidate = parse_candidate(text, 2)
+    assert candidate.label == label
+    assert words is None or candidate.words() == words.split()
 
 
 @pytest.mark.parametrize(
@@ -262,21 +277,21 @@ def test_contenders_are_parsed(text: str, label: str, words: str | None) -> None
         ("parameter-server:fast", "'fast'"),
     ],
 )
-def test_wrong_contenders_are_rejected(text: str, message: str) -> None:
+def test_wrong_candidates_are_rejected(text: str, message: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse_contender(text)
+        parse_candidate(text)
     assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "contender"),
+    ("name", "candidate"),
     [
-        ("all-reduce", Contender(strategy="all-reduce")),
-        ("parameter-server", Contender(strategy="parameter-server", consistency="sequential", servers=1)),
-        ("sharded", Contender(strategy="sharded")),
+        ("all-reduce", StrategyCandidate(strategy="all-reduce")),
+        ("parameter-server", StrategyCandidate(strategy="parameter-server", consistency="sequential", servers=1)),
+        ("sharded", StrategyCandidate(strategy="sharded")),
     ],
 )
-def test_costs_are_recovered_from_steps(name: str, contender: Contender) -> None:
+def test_costs_are_recovered_from_steps(name: str, candidate: StrategyCandidate) -> None:
     machine = replace(MACHINE, num_cores=2, ranks_per_node=2)
     cost = StrategyCost(step_s=1e-3, parameter_s=2e-5, byte_s=3e-10)
     profiles = {
@@ -289,7 +304,7 @@ def test_costs_are_recovered_from_steps(name: str, contender: Contender) -> None
         node = ClusterShape(ranks_per_node=2)
         costly = replace(machine, costs=costs)
         return {
-            size: predict_step(Situation(profile=profile, alone=profile, machine=costly, shape=node), contender).step_s
+            size: predict_step(Scenario(profile=profile, alone=profile, machine=costly, shape=node), candidate).step_s
             for size, profile in profiles.items()
         }
 

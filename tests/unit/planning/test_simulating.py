@@ -71,7 +71,7 @@ def test_more_variation_means_more_waiting() -> None:
 def step_of(options: SimulateOptions, nodes: int, label: str, *, is_separate: bool = False) -> float:
     found = simulate(replace(options, nodes=str(nodes)))[nodes].predictions
     return next(
-        line.step_s for line in found if line.contender.label == label and line.contender.is_separate == is_separate
+        line.step_s for line in found if line.candidate.label == label and line.candidate.is_separate == is_separate
     )
 
 
