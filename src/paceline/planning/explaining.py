@@ -135,8 +135,8 @@ def show_explanation(
     console: Console, scenario: Scenario, predictions: Sequence[StepPrediction], measured: dict[str, float]
 ) -> None:
     """Print the table of predictions, the choice, the bottleneck and the changes that alter the order."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("strategy")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("strategy", overflow="fold")
     for name in ("servers", "step ms", *(["measured"] if measured else []), "examples/s", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bottleneck", no_wrap=True)
