@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from paceline.errors import UsageError
+from paceline.protocol.bounds import MAX_RANK
 
 Key: TypeAlias = tuple[int, int, int]
 """Epoch, file and number of a shard. Shards are leased in this order."""
@@ -131,7 +132,7 @@ class JobRecord:
 
     def __post_init__(self) -> None:
         _check("job", self.number, _MAX_NUMBER)
-        _check("workers:", self.num_workers, 65535)
+        _check("workers:", self.num_workers, MAX_RANK + 1)
         _check("lost workers:", self.lost, _MAX_NUMBER)
         for size in self.ended.values():
             _check("shards of a file:", size, MAX_SHARDS)

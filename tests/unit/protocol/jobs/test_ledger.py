@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.protocol import Member, Role
+from paceline.protocol.bounds import MAX_RANK
 from paceline.protocol.jobs import (
     ALL_DONE,
     DoneShards,
@@ -70,6 +71,14 @@ def taken(worker: Worker, ledger: JobLedger) -> Lease:
     assert lease is not None
     assert lease.lease >= 0
     return lease
+
+
+def test_a_job_of_the_largest_number_of_workers_has_a_record() -> None:
+    ledger = JobLedger(1, spec((4,)), MAX_RANK + 1, [MAX_RANK])
+    ledger.fail("DataError", "a file is missing")
+    record = ledger.take_news()
+    assert record is not None
+    assert record.num_workers == MAX_RANK + 1
 
 
 def test_strided_shards_are_leased_when_all_workers_have_requested() -> None:
