@@ -183,7 +183,6 @@ class Recovery:
         self._cluster = ""  # the cluster to take over
         self._ended: set[int] = set()
         self._doubted: set[int] = set()
-        self._term_before = 0  # the highest term of the rejoined members and of the processes that register
         self._term = 0  # the term of this scheduler, if it takes over
         self._requested: set[object] = set()  # the servers that received the request to promise this term
         self.needed: tuple[Member, ...] = ()
@@ -291,14 +290,15 @@ class Recovery:
                 self._ended, self._doubted = set(), set()
             self._cluster = self.cluster
         evidence = self.evidence()
-        self._term_before = max(evidence.highest_term, highest_term)
-        out = self._decide(evidence, registering, is_late=is_late)
+        out = self._decide(evidence, registering, max(evidence.highest_term, highest_term), is_late=is_late)
         if not any(isinstance(outcome, (Succession, Abandoned)) for outcome in out):
             missing = evidence.missing_members(self._ended)
             out += [events.WatchProcess(member, is_connected=False) for member in missing]
         return out
 
-    def _decide(self, evidence: Evidence, registering: Collection[str], *, is_late: bool) -> list[Outcome]:
+    def _decide(
+        self, evidence: Evidence, registering: Collection[str], highest_term: int, *, is_late: bool
+    ) -> list[Outcome]:
         latest = evidence.latest
         # Members that register again never received their welcome: they have committed no view and hold no bucket.
         unwelcomed = {member.incarnation for member in latest.members if member.node in registering}
@@ -319,15 +319,15 @@ class Recovery:
             return [*self._need(evidence.missing_voters(without))] if is_late else []
         out: list[Outcome] = []
         if is_complete:
-            out += self._request_promises(evidence)
+            out += self._request_promises(evidence, highest_term)
             if evidence.has_quorum(without, self._replicas, promised=self._term):
                 ended = frozenset(self._ended | missing)
                 out += [*self.reject_foreign(), Succession(evidence, self._term, frozenset(unwelcomed - ended), ended)]
         return out
 
-    def _request_promises(self, evidence: Evidence) -> list[events.RequestPromise]:
-        if self._term_before > self._term:
-            self._term, self._requested = term_after(self._term_before, self._salt), set()
+    def _request_promises(self, evidence: Evidence, highest_term: int) -> list[events.RequestPromise]:
+        if highest_term > self._term:
+            self._term, self._requested = term_after(highest_term, self._salt), set()
         servers = [peer for peer, rejoin in evidence.by_peer.items() if rejoin.member.role is Role.SERVER]
         peers = tuple(peer for peer in servers if peer not in self._requested)
         self._requested.update(peers)
