@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -94,16 +95,20 @@ def scheduler(
 
     settings, token, security = cluster.parse(), options.find_token(token_file, create=True), tls.load()
     with observe.open("paceline scheduler") as collector, contextlib.ExitStack() as stack:
+        note = _note
+        if collector is not None:
+            from paceline.launch import prepare_kernels
+
+            prepare_kernels()  # for the client that reads the statistics; before members connect
+            note = functools.partial(_note_event, collector)
 
         def report_ready(endpoint: Endpoint) -> None:
             _watch("scheduler", str(endpoint.tcp))
             typer.echo(f"paceline scheduler: listening on {endpoint}")
             if collector is not None:
-                from paceline.launch import prepare_kernels
                 from paceline.launch.cluster_metrics import ClusterMetrics
                 from paceline.transport import SocketTransport
 
-                prepare_kernels()
                 transport = SocketTransport(token, tls=security)
                 stack.enter_context(ClusterMetrics.start(transport, endpoint.tcp, collector))
 
@@ -113,8 +118,8 @@ def scheduler(
             address=_address(host, port),
             tls=security,
             on_ready=report_ready,
-            on_note=_note if collector is None else lambda text: _note_event(collector, text),
-            on_loss=_note if collector is None else lambda text: _note_event(collector, text),
+            on_note=note,
+            on_loss=note,
             replaces=replaces or accept_minority,
             accepts_minority=accept_minority,
         )
