@@ -42,6 +42,17 @@ class ClusterShape:
         return self.nodes * self.ranks_per_node
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerGroup:
+    """The servers of a step."""
+
+    count: int = 1
+    is_separate: bool = False
+    """Whether they have machines of their own, rather than the nodes of the ranks."""
+    is_synchronous: bool = True
+    """Whether they update once per step, otherwise once per rank and step."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlayedStep:
     """The duration of a step without waiting for slower ranks, and the seconds of its critical path by kind."""
@@ -179,17 +190,10 @@ class ServerPlay(RankPlay):
         shape: ClusterShape,
         machine: Machine,
         cost: StrategyCost,
-        *,
-        servers: int,
-        is_separate: bool,
-        is_synchronous: bool,
+        group: ServerGroup,
     ) -> None:
-        """`servers` is the number of servers: on machines of their own, or on the nodes of the ranks.
-
-        With `is_synchronous`, servers update once per step, otherwise once per rank and step.
-        """
         super().__init__(profile, shape, machine, cost)
-        self.servers, self.is_separate = servers, is_separate
+        self.group, servers = group, group.count
         ranks, cores = shape.ranks_per_node, machine.num_cores
         # During byte_s, the cores are busy with pushes and pulls of all ranks. Half of this time is the servers' work.
         measured = machine.ranks_per_node
@@ -197,14 +201,14 @@ class ServerPlay(RankPlay):
         self._client_byte_s = busy_s
         self._server_byte_s = busy_s * shape.num_ranks / servers
         # The optimizer's state is read and written. The measured costs contain the update of SGD, which has no state.
-        updates = 1 if is_synchronous else shape.num_ranks
+        updates = 1 if group.is_synchronous else shape.num_ranks
         state = profile.optimizer_bytes / max(profile.parameter_bytes, 1)
         self._update_byte_s = 2 * state * machine.memory_s_per_byte * updates / servers
         # The cost of a step contains four messages between each rank of one node and one server.
         self._client_more_s = cost.step_s / _MESSAGES * (servers - 1)
         self._server_more_s = cost.step_s / _MESSAGES * (shape.num_ranks - ranks)
         per_node = servers / shape.nodes
-        self._serving = {SERVER: 1.0} if is_separate else {CPU: max(per_node, 1.0) / cores}
+        self._serving = {SERVER: 1.0} if group.is_separate else {CPU: max(per_node, 1.0) / cores}
 
     def push(self, num_bytes: float, former: ServerMessage, *after: int) -> ServerMessage:
         """Add a push: the client's work, the transfer, the server's update. `former` is the message before it."""
@@ -231,11 +235,11 @@ class ServerPlay(RankPlay):
         if link is None:
             return self.list.add("wire", 0.0, {}, *after)
         node_bytes = num_bytes * shape.ranks_per_node
-        if not self.is_separate:
+        if not self.group.is_separate:
             node_bytes *= (shape.nodes - 1) / shape.nodes
             return self.list.add("wire", node_bytes / link.bytes_per_s, {OUT: 1.0, IN: 1.0}, *after)
         node_s = node_bytes / link.bytes_per_s
-        server_s = num_bytes * shape.num_ranks / self.servers / link.bytes_per_s
+        server_s = num_bytes * shape.num_ranks / self.group.count / link.bytes_per_s
         seconds = max(node_s, server_s)
         own, port = (IN, SERVER_OUT) if is_pull else (OUT, SERVER_IN)
         loads = {own: node_s / seconds, port: server_s / seconds} if seconds else {}
@@ -246,21 +250,11 @@ class ServerPlay(RankPlay):
         return self.list.add("wire", latency_s, {}, *after)
 
 
-def play_servers(
-    profile: ModelProfile,
-    shape: ClusterShape,
-    machine: Machine,
-    *,
-    servers: int,
-    is_separate: bool,
-    is_synchronous: bool,
-) -> PlayedStep:
+def play_servers(profile: ModelProfile, shape: ClusterShape, machine: Machine, group: ServerGroup) -> PlayedStep:
     """Play steps under ``parameter-server``: pushes during the backward, pulls during the next forward."""
+    is_synchronous = group.is_synchronous
     cost = machine.cost("parameter-server" if is_synchronous else "parameter-server:eventual")
-    rank = ServerPlay(
-        profile, shape, machine, cost, servers=servers, is_separate=is_separate, is_synchronous=is_synchronous
-    )
-    layers = profile.layers
+    rank, layers = ServerPlay(profile, shape, machine, cost, group), profile.layers
     buckets = _parts(buckets_of(layers, SERVER_BUCKET_BYTES, SERVER_BUCKET_BYTES))
     pulled, last, rows, ends = dict[int, int](), -1, -1, list[int]()
     for _ in range(_ITERATIONS):
@@ -302,21 +296,11 @@ def _parts(buckets: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return parts
 
 
-def play_hybrid(
-    profile: ModelProfile,
-    shape: ClusterShape,
-    machine: Machine,
-    *,
-    servers: int,
-    is_separate: bool,
-    is_synchronous: bool,
-) -> PlayedStep:
+def play_hybrid(profile: ModelProfile, shape: ClusterShape, machine: Machine, group: ServerGroup) -> PlayedStep:
     """Play steps under ``hybrid``: all-reduce for dense parameters, servers for rows."""
     cost, of_servers = machine.cost("all-reduce"), machine.cost("parameter-server:eventual")
     cost = StrategyCost(step_s=cost.step_s, parameter_s=cost.parameter_s, byte_s=of_servers.byte_s)
-    rank = ServerPlay(
-        profile, shape, machine, cost, servers=servers, is_separate=is_separate, is_synchronous=is_synchronous
-    )
+    rank, is_synchronous = ServerPlay(profile, shape, machine, cost, group), group.is_synchronous
     last, rows, ends = -1, -1, list[int]()
     for _ in range(_ITERATIONS):
         last = rank.join(last, rows)

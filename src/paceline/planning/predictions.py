@@ -15,6 +15,7 @@ from paceline.planning.formulas import byteps_optimum_s
 from paceline.planning.links import Machine, format_speed
 from paceline.planning.plays import (
     ClusterShape,
+    ServerGroup,
     play_all_reduce,
     play_hybrid,
     play_one_device,
@@ -195,7 +196,9 @@ def candidates(scenario: Scenario) -> Iterator[StrategyCandidate]:
 def predict_step(scenario: Scenario, candidate: StrategyCandidate) -> StepPrediction:
     """Predict the step of a candidate: its critical path, and the waiting for slower ranks."""
     profile, shape, machine = scenario.profile, scenario.shape, scenario.machine
-    servers = max(candidate.servers, 1)
+    servers = ServerGroup(
+        count=max(candidate.servers, 1), is_separate=candidate.is_separate, is_synchronous=candidate.tau == 0
+    )
     replicas = shape.num_ranks
     match candidate.strategy:
         case "one-device":
@@ -204,23 +207,9 @@ def predict_step(scenario: Scenario, candidate: StrategyCandidate) -> StepPredic
         case "all-reduce":
             played = play_all_reduce(profile, shape, machine)
         case "parameter-server":
-            played = play_servers(
-                profile,
-                shape,
-                machine,
-                servers=servers,
-                is_separate=candidate.is_separate,
-                is_synchronous=candidate.tau == 0,
-            )
+            played = play_servers(profile, shape, machine, servers)
         case "hybrid":
-            played = play_hybrid(
-                profile,
-                shape,
-                machine,
-                servers=servers,
-                is_separate=candidate.is_separate,
-                is_synchronous=candidate.is_exact,
-            )
+            played = play_hybrid(profile, shape, machine, replace(servers, is_synchronous=candidate.is_exact))
         case "sharded":
             played = play_sharded(profile, shape, machine)
         case "pipeline":

@@ -14,6 +14,7 @@ from paceline.planning.formulas import pipeline_bubble, ring_s
 from paceline.planning.links import Curve, Machine, NodeLink, StrategyCost
 from paceline.planning.plays import (
     ClusterShape,
+    ServerGroup,
     bounds_of,
     buckets_of,
     play_all_reduce,
@@ -92,11 +93,11 @@ def test_servers_without_computing_take_the_time_of_the_formulas(nodes: int, is_
     num_bytes, speed = profile.parameter_bytes, LINK.bytes_per_s
     for servers in (1, nodes, 2 * nodes):
         played = play_servers(
-            profile, shape(nodes), MACHINE, servers=servers, is_separate=True, is_synchronous=is_synchronous
+            profile, shape(nodes), MACHINE, ServerGroup(count=servers, is_separate=True, is_synchronous=is_synchronous)
         )
         assert played.step_s == pytest.approx(2 * num_bytes / speed * max(1, nodes / servers))
     played = play_servers(
-        profile, shape(nodes), MACHINE, servers=nodes, is_separate=False, is_synchronous=is_synchronous
+        profile, shape(nodes), MACHINE, ServerGroup(count=nodes, is_separate=False, is_synchronous=is_synchronous)
     )
     assert played.step_s == pytest.approx(ring_s(num_bytes, nodes, speed))
 
@@ -114,7 +115,7 @@ def test_computing_hides_communication() -> None:
     last = buckets_of(profile.layers, MB, 25 * MB)[-1][1]
     assert played.step_s == pytest.approx(30.0 + ring_s(last, 8, LINK.bytes_per_s))
     assert played.parts["compute"] == pytest.approx(30.0)
-    servers = play_servers(profile, shape(8), MACHINE, servers=8, is_separate=True, is_synchronous=False)
+    servers = play_servers(profile, shape(8), MACHINE, ServerGroup(count=8, is_separate=True, is_synchronous=False))
     assert 30.0 < servers.step_s < 30.3
     assert play_one_device(profile, ClusterShape(), MACHINE).step_s == pytest.approx(30.0)
 
@@ -135,10 +136,14 @@ def test_hybrid_does_not_send_rows_between_ranks() -> None:
     profile = model(rows=100_000, layer_bytes=4, num_layers=1)
     rows_s = profile.sparse_bytes / LINK.bytes_per_s
     gathered = play_all_reduce(profile, shape(16), MACHINE).step_s
-    hybrid = play_hybrid(profile, shape(16), MACHINE, servers=16, is_separate=True, is_synchronous=True).step_s
+    hybrid = play_hybrid(
+        profile, shape(16), MACHINE, ServerGroup(count=16, is_separate=True, is_synchronous=True)
+    ).step_s
     assert gathered == pytest.approx(15 * rows_s, rel=1e-3)
     assert hybrid == pytest.approx(2 * rows_s, rel=1e-3)
-    ahead = play_hybrid(profile, shape(16), MACHINE, servers=16, is_separate=True, is_synchronous=False).step_s
+    ahead = play_hybrid(
+        profile, shape(16), MACHINE, ServerGroup(count=16, is_separate=True, is_synchronous=False)
+    ).step_s
     assert ahead == pytest.approx(rows_s, rel=1e-3)
 
 
