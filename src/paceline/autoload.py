@@ -45,7 +45,7 @@ def _create(options: Any, _: Any = None) -> PacelineProcessGroup:
 def rendezvous_handler() -> Callable[[Any], Any]:
     """Return the function that creates the handler for ``torchrun --rdzv-backend paceline``.
 
-    torchrun calls it through the entry point ``torchrun.handlers`` of the installed package, also for other backends.
+    torchrun calls it through the entry point ``torchrun.handlers`` of the installed package, even for other backends.
     """
 
     def create_handler(params: Any) -> Any:

@@ -1,7 +1,7 @@
 """Describe the collective call that a rank makes, so that the ranks can check that their calls are equal. Pure.
 
 Every message of a collective, and every slot in shared memory, contains the signature (a hash) of the sender's call. If
-a rank receives a signature that differs from its own, the ranks exchange their calls. Then every rank raises
+a rank receives a signature that differs from its own, the ranks exchange their calls, and every rank raises
 MismatchError with the different calls.
 """
 

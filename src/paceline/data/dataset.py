@@ -113,7 +113,7 @@ class Dataset(Closing):
 
     A file's number is its index in `files`; a shard's number is its index in the file. Reading is streamed, with about
     1 MiB of text and its examples in memory. Readers of the most recently used files stay open, so shards in ascending
-    order need no search. If a file changes while the data set is in use, DataError is raised, also in processes that
+    order need no search. If a file changes while the data set is in use, DataError is raised, even in processes that
     opened it with :func:`open_spec`. Not thread-safe.
     """
 

@@ -262,7 +262,7 @@ def _judge_integers(name: str, values: Sequence[int], texts: Sequence[str]) -> t
     if num_rows >= _ROWS_PER_VALUE * num_distinct and _are_far_from_zero(values):
         return "categorical", "integers, large and close together"
     if _are_codes(values):
-        return "categorical", "integers that repeat as codes do"
+        return "categorical", "integers that repeat like codes"
     return "numeric", _MANY_DISTINCT if num_rows >= _ROWS_PER_VALUE * num_distinct else "integers"
 
 

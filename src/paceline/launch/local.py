@@ -49,7 +49,7 @@ _MAX_SCHEDULERS = 6  # the first scheduler and five replacements; another one wo
 class LocalCluster(Closing):
     """A scheduler and servers as processes on this machine. Any number of clients may connect, from any process.
 
-    Use it as a context manager. Every process ends with the cluster, and also if this process is killed. A new
+    Use it as a context manager. Every process ends when the cluster ends, or when this process is killed. A new
     scheduler replaces a dead one and recovers its state from the members. With replicas, dead servers are replaced too.
     Before a replacement joins, a thread calls `on_replaced` with the name and the exit status of the dead process. Rows
     beyond the `memory_limit` of a server are stored in files. With `start_workers` there are also worker processes,
@@ -360,7 +360,8 @@ def local_cluster(
     - `servers`: processes that store the tables.
     - `workers`: number of clients that iterations wait for, under `consistency` (default ``Eventual()``).
     - `stale`: policy for stale gradients.
-    - `replicas`: additional copies of every row on other servers, so that as many servers may die without loss.
+    - `replicas`: additional copies of every row on other servers. No data is lost if at most this number of servers
+      dies.
     - `min_replicas`: replicas that must have a push before the push is acknowledged. With fewer living replicas a push
       waits, and fails with ``DeadlineError`` after the client's timeout.
     - `heartbeat_timeout_s`: time without a heartbeat after which a member is declared dead.

@@ -384,8 +384,8 @@ class SparseModel(ABC):
     ) -> SparseModel:
         """Return the model with a corrected mean prediction, given predictions for training examples.
 
-        The examples are in the order of the data, with optional `weights`. If they are all the data (`is_complete`),
-        the whole bias is corrected; otherwise only its significant part.
+        The examples are in the order of the data, with optional `weights`. If the examples are all the data
+        (`is_complete`), the whole bias is corrected. Otherwise only its significant part is corrected.
         """
         return self
 

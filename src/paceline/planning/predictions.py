@@ -144,7 +144,7 @@ class Scenario:
     machine: Machine
     shape: ClusterShape
     servers: int | None = None
-    """Number of separate servers, if the user gives it; else as many as nodes."""
+    """Number of separate servers, if the user gives it; else the number of nodes."""
 
     def with_link_speed(self, factor: float) -> Scenario:
         assert self.shape.link is not None

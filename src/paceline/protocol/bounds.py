@@ -17,7 +17,7 @@ _MAX_NUMBER: Final = 1 << 62
 
 Natural: TypeAlias = Annotated[int, Meta(ge=0)]
 Term: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 42)]
-"""The number of a take-over by a scheduler. A job number is such a term followed by 20 bits, and stays below 2⁶²."""
+"""The number of a takeover by a scheduler. A job number is such a term followed by 20 bits, and stays below 2⁶²."""
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
 """An incarnation, or the number of a view, a job or a lease."""
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANK)]

@@ -199,7 +199,7 @@ class Iterations:
         return self._parts.missing(worker, sequence, left)
 
     def admit(self, worker: int, sequence: int, iteration: int, buckets: int) -> None:
-        """Record that a push, for which :meth:`missing` returned `buckets`, is buffered."""
+        """Record that a push is buffered for `buckets`, the result of :meth:`missing`."""
         self._parts.admit(worker, sequence, buckets)
         self._pushed.setdefault(iteration, set()).add(worker)
 

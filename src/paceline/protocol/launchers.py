@@ -2,7 +2,7 @@
 
 Each node has one launcher, which starts the node's ranks. The launcher of node 0 serves the coordinator and these
 records. The other launchers send it a request at each start and end of a rank, and regularly in between. A launcher is
-*lost* when its connection breaks or no request arrives for a time limit. Then all its ranks are lost, and the other
+*lost* when its connection breaks or no request arrives for a time limit. All its ranks are then lost, and the other
 ranks continue without them. If a lost launcher sends a request again, the answer names the lost ranks. The launcher
 then kills these ranks and starts new ones. A new launcher of a node replaces the node's old launcher.
 

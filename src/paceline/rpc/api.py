@@ -52,7 +52,7 @@ def init_rpc(
     in this process, and whose dataclasses may be arguments and results. An entry is ``my_module``, ``my_package.*``, or
     one function as ``my_module:function``.
 
-    `pickle` enables pickled values between workers that both set it. Then every process with the token can run any code
+    `pickle` enables pickled values between workers that both set it. Every process with the token can then run any code
     in this process. `timeout` is the default timeout of calls (60 s). At most `num_threads` threads (default: 64) run
     functions, and up to three more threads per worker read connections. `backend` and `rpc_backend_options` are for
     programs written for torch.distributed.rpc: see :mod:`paceline.rpc.options`.

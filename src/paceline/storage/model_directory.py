@@ -122,8 +122,8 @@ def save_model(
     """Write a model as safetensors: tables, each with keys and records in pieces, and tensor files.
 
     The write is atomic and replaces an existing model. `model` is stored in the manifest. Raises ModelError if space or
-    permission is missing, or if a checkpoint would replace another model or vice versa. Then an existing model remains
-    intact. Raises UsageError while another process saves to the directory.
+    permission is missing, or if a checkpoint would replace another model or vice versa. After an error, an existing
+    model remains intact. Raises UsageError while another process saves to the directory.
     """
     folder = Path(directory)
     generation = secrets.token_hex(4)

@@ -90,7 +90,7 @@ class DensePart(TablePart):
         self._flags = to_flags(self.held)
         free = owned_runs(self._size, buckets_in(ALL & ~self.held))
         for start, stop in dropped:
-            # A page may extend into a neighbouring bucket. Then it is freed only if that bucket is not held either.
+            # A page may extend into a neighbouring bucket. Such a page is freed only if that bucket is not held either.
             for a, b in clip_runs(free, start - _PAGE, stop + _PAGE):
                 for plane in range(0, len(self._record), self._size):
                     self._memory.forget(plane + a, plane + b)

@@ -89,8 +89,8 @@ class Magnitudes:
     def is_loose(self, num_tried: int, num_rows: int) -> bool:
         """Record that pushes of `num_tried` rows were first tried on a copy.
 
-        Return whether at least `num_rows` rows in total were tried on copies so far. Then the caller should compute
-        exact bounds.
+        Return whether at least `num_rows` rows in total were tried on copies so far. In this case, the caller should
+        compute exact bounds.
         """
         self._num_tried += num_tried
         return self._has_bounds and self._num_tried >= num_rows

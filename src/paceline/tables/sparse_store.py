@@ -29,7 +29,7 @@ _SMALL_ROWS = 1024
 _INLINE_WORDS = 3  # rows of up to 3 words (float32) are stored in the index
 # The maximum share of entries in use, by the number of entries per line of the index. With a lower share, lines are
 # full less often, and a full line causes a second cache miss. With 10^7 rows of one word, a share of 0.76 gives 20 ns
-# per look-up and 1.8 times the minimum size. A share of 0.66 gives 16 ns and 2.1 times the minimum size.
+# per lookup and 1.8 times the minimum size. A share of 0.66 gives 16 ns and 2.1 times the minimum size.
 _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
 _WIDE_FILL = 0.5  # a lower share for wide rows, because their index is small compared with the rows
 _WITHOUT_MARKS = (4,)  # the sizes of entries (in words) that fill a line completely, without a word for marks

@@ -54,10 +54,11 @@ def train_on(
     on_news: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> TrainResult:
-    """Plan a training, wait for the workers of `processes`, and train. `resolve_files` returns `options`.
+    """Plan a training, wait for the workers of `processes`, and train.
 
-    It also returns the sample `examples`; if they are None, a sample is read. `on_plan` receives the plan before the
-    training starts, and returns the callback for the progress.
+    :func:`resolve_files` returns `options` and the
+    sample `examples`. If `examples` is None, a sample is read. `on_plan` receives the plan before the training starts,
+    and returns the callback for the progress.
     """
     plan = plan_training(options, warn, examples)  # the workers start during this call
     on_progress = on_plan(client, plan)

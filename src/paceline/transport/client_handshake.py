@@ -72,7 +72,7 @@ class ClientHandshake:
     def refusal_error(self, meta: bytes | memoryview) -> PacelineError:
         """Return the error for a REFUSED frame from a server that has not proven that it has the token.
 
-        The result is one of two kinds of error. An attacker could cause these errors also without a REFUSED frame: by a
+        The result is one of two kinds of error. An attacker could cause these errors even without a REFUSED frame: by a
         wrong proof, or by closing the connection.
         """
         error, message = unauthenticated_error(meta)

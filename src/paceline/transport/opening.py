@@ -267,7 +267,7 @@ async def _dial(address: Address, timeout_s: float) -> socket.socket:
 
 
 async def _resolve(address: Address) -> list[Any]:
-    try:  # a numeric host needs no look-up, and therefore no thread
+    try:  # a numeric host needs no lookup, and therefore no thread
         return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         return await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)

@@ -29,7 +29,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     """The number of the rank's current or last call; -1 before the first call."""
     call: CollectiveCall | None
     waiting_for: tuple[int, ...]
-    """The ranks that this rank waits for: in a call, or between calls for the messages that it sends or receives."""
+    """The ranks that this rank waits for in its call, or in point-to-point messages between calls."""
     abort: Abort | None = None
 
 

@@ -42,7 +42,7 @@ class Format(ABC):
     has_numbers: ClassVar[bool] = True
     """Whether values can be numbers, so that ``--numeric-scale`` applies."""
     is_keyed: ClassVar[bool] = False
-    """Whether numbers belong to keys, not to columns. Then a training scales the numbers by key."""
+    """Whether numbers belong to keys, not to columns. A training scales such numbers by key."""
     absent_is_zero: ClassVar[bool] = True
     """Whether a missing number means 0."""
     has_numbered_features: ClassVar[bool] = False

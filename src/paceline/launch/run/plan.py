@@ -127,7 +127,7 @@ class Layout:
     node: int
     """Number of this launcher among all launchers (torchrun's ``GROUP_RANK``)."""
     node_sizes: tuple[int, ...] = ()
-    """Number of ranks of each launcher; empty if all launchers have as many ranks as this one."""
+    """Number of ranks of each launcher; empty if all launchers have the same number."""
     master_addr: str
     master_port: int
     """The port; 0 means a free port, chosen later."""

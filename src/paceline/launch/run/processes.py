@@ -118,7 +118,8 @@ class RankProcesses:
             stream.close(drain=True)
 
     def signal(self, number: int, *, groups: bool) -> None:
-        """Send a signal to every living rank; with `groups` also to its children, as a terminal does."""
+        """Send a signal to every living rank. With `groups`, also send it to the rank's children, as a terminal
+        does."""
         for rank in self.living():
             self._supervisor.signal(rank.child, number, group=groups)
 

@@ -266,7 +266,7 @@ def _run_ranks(
 
 
 def check_script(options: RunOptions, *, is_here: bool = True) -> None:
-    """Raise UsageError for a missing or wrong script; with `is_here`, also if it is not on this machine."""
+    """Raise UsageError for a missing or wrong script. With `is_here`, the script must be on this machine."""
     if options.threads is not None and options.threads < 1:
         raise UsageError(f"--threads {options.threads}: expected 1 or more")
     script = options.script

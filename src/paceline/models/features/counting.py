@@ -4,7 +4,7 @@ Each feature has three cells, and its count is at most the smallest of them (Cor
 data stream summary: the count-min sketch and its applications", J. Algorithms 2005). The estimate is never too low. It
 is too high only if other features share all three cells. The three cells lie in one block of eight, which is one row
 (as in the blocked Bloom filters of Putze, Sanders and Singler, "Cache-, hash- and space-efficient Bloom filters", WEA
-2007). So a feature needs one look-up, and one key in a message.
+2007). So a feature needs one lookup, and one key in a message.
 
 Blocks are rows of a sparse table, so they are replicated, moved and snapshotted. Servers add the workers' pushes.
 Counts never decrease and stop at the limit, so a worker reads the count of a frequent feature only once. The worker

@@ -126,7 +126,8 @@ class FlightRecorder:
         return number
 
     def begin(self, operation: bytes, sequence: int, count: int = -1, clock: int = -1, thread: int = 0) -> int:
-        """Record the start of an operation from :meth:`RecordedOperation.encode`. Return a number for :meth:`end`.
+        """Record the start of an operation, and return a number for :meth:`end`. :meth:`RecordedOperation.encode`
+        returns `operation`.
 
         The default of `thread` is the current thread.
         """

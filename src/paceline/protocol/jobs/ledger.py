@@ -166,7 +166,7 @@ class JobLedger:
         self.leases.close()
 
     def fail(self, error: str, message: str) -> None:
-        """End the job with an error. The first error of a job stays, also under a later scheduler."""
+        """End the job with an error. A job keeps its first error, even under a later scheduler."""
         self.failed = self.failed or (error, message)
         self._has_news = True
         self.close()

@@ -1,4 +1,4 @@
-"""The decisions about one cluster: its members, the chains of its buckets, and take-overs.
+"""The decisions about one cluster: its members, the chains of its buckets, and takeovers.
 
 A scheduler begins by *forming* a cluster of the expected number of new servers, or by *recovering* the cluster of a
 dead scheduler (:class:`~paceline.protocol.scheduler.recovery.Recovery`). After that it is *leading*
@@ -87,7 +87,7 @@ class ClusterCore:
         num_buckets: int = NUM_BUCKETS,
     ) -> None:
         self.name = name
-        """The name of the cluster; it changes with a take-over."""
+        """The name of the cluster; it changes with a takeover."""
         self.phase = Phase.RECOVERING if replaces else Phase.FORMING
         self.heartbeat_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._timeout_s = heartbeat_timeout_s

@@ -1,4 +1,4 @@
-"""The scheduler's protocol: members, views and their chains, take-overs, sessions and jobs.
+"""The scheduler's protocol: members, views and their chains, takeovers, sessions and jobs.
 
 The scheduler stores no parameters, gradients or tables.
 
@@ -108,7 +108,7 @@ class SchedulerCore:
 
     def __init__(self, settings: SchedulerSettings, **options: Any) -> None:
         self.settings = settings
-        """The settings that each member receives. A take-over changes `settings.cluster`, the name of the cluster."""
+        """The settings that each member receives. A takeover changes `settings.cluster`, the name of the cluster."""
         self.cluster = ClusterCore(
             num_servers=settings.num_servers,
             replicas=settings.replicas,
@@ -120,7 +120,7 @@ class SchedulerCore:
         self.sessions = Sessions()
         self._num_buckets = options.get("num_buckets", NUM_BUCKETS)
         self._views = SentViews()
-        self._held: list[tuple[object, Any, MessageNumbers, bytes]] = []  # messages that wait for the take-over
+        self._held: list[tuple[object, Any, MessageNumbers, bytes]] = []  # messages that wait for the takeover
         self._has_news = False
         self._refused_clusters: set[str] = set()  # clusters with other settings than this scheduler's
 

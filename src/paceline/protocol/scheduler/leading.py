@@ -118,7 +118,7 @@ class Leader:
                     self._plan()
                 self._handle_silent()
                 self._has_changed |= self.membership.expire_unknown(time_s)
-            case _:  # the message Promised needs no action after a take-over
+            case _:  # the message Promised needs no action after a takeover
                 pass
         return self._finish()
 

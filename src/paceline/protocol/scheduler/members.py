@@ -124,7 +124,7 @@ class MemberPeers:
 
     def __init__(self) -> None:
         self._peers: dict[int, object] = {}  # incarnation → connection
-        self._incarnations: dict[object, int] = {}  # connection → incarnation, also of removed members
+        self._incarnations: dict[object, int] = {}  # connection → incarnation; includes removed members
 
     def connect(self, incarnation: int, peer: object) -> None:
         former = self._peers.get(incarnation)

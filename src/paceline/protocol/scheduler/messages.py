@@ -26,7 +26,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     num_workers: int = 1
     """The first iteration can complete only when this number of workers has joined. More workers may join later."""
     replicas: int = 0
-    """The number of copies of each row in addition to the primary's; as many servers may die without loss of data."""
+    """The number of copies of each row in addition to the primary's. No data is lost if at most this number of servers
+    dies."""
     heartbeat_timeout_s: float = 10.0
     """A member counts as dead if it sends no heartbeat for a longer time than this."""
 

@@ -1,7 +1,7 @@
-"""The take-over of a cluster by a new scheduler, from the members' records.
+"""The takeover of a cluster by a new scheduler, from the members' records.
 
-Each member sends the newest view that it has received, committed or prepared (:class:`Evidence`). The take-over
-(:class:`Succession`) continues from the newest of these views. The take-over needs a quorum of servers
+Each member sends the newest view that it has received, committed or prepared (:class:`Evidence`). The takeover
+(:class:`Succession`) continues from the newest of these views. The takeover needs a quorum of servers
 (:mod:`paceline.protocol.scheduler.views`), and until the timeout it also waits for all other members. The servers first
 promise to prepare no view of a former scheduler; otherwise a server could rejoin here, return to a live former
 scheduler, and prepare a view there.
@@ -161,7 +161,7 @@ Outcome: TypeAlias = (
 class Recovery:
     """The members that have rejoined, and the members whose processes have ended.
 
-    Recovery waits for all members until the timeout. After the timeout, `accepts_minority` allows a take-over without a
+    Recovery waits for all members until the timeout. After the timeout, `accepts_minority` allows a takeover without a
     quorum. `replaces` means that members of a former cluster exist. `salt` is unique to this scheduler.
     """
 
@@ -243,7 +243,7 @@ class Recovery:
     def doubt(self, incarnation: int) -> None:
         """Record that the process of a member has probably ended.
 
-        If a quorum exists without this member, the take-over does not wait for the member.
+        If a quorum exists without this member, the takeover does not wait for the member.
         """
         self._doubted.add(incarnation)
         self._awaited.discard(incarnation)
@@ -339,7 +339,7 @@ class Recovery:
         self.needed = servers
         advice = None
         if self._accepts_minority:
-            advice = "At least one must return, also with --accept-minority. If all are dead, start a new cluster"
+            advice = "At least one must return, even with --accept-minority. If all are dead, start a new cluster"
         return [events.waits_for(servers, "to take over from the former scheduler", advice)]
 
     def _give_up(self, evidence: Evidence) -> list[Outcome]:

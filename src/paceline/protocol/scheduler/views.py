@@ -9,8 +9,8 @@ can neither commit a view nor take over:
   `replicas` of the voters, if that is fewer), and every server that gains a bucket by the view (:class:`Proposal`).
 * A new scheduler takes over once a majority of the voters of the newest known view (or `replicas` + 1 voters, if that
   is more) has rejoined (:func:`may_take_over`). This group shares a server with every group that can commit a view.
-* If the newest view may be uncommitted, the former scheduler may still continue from the previous view. Then the new
-  scheduler also needs the same quorum of the previous view's voters.
+* If the newest view may be uncommitted, the former scheduler may still continue from the previous view. In this case,
+  the new scheduler also needs the same quorum of the previous view's voters.
 * Views that are sent to workers list no workers. If only workers have the newest view, the new scheduler also needs
   the same quorum of the newest view that lists workers. Otherwise a removed worker could count as a member.
 * All voters in these quorums have promised not to prepare a view of a lower term.
@@ -50,7 +50,7 @@ class View(Struct, Generic[Address], frozen=True, tag=True):
     """The members of the cluster, and the chains of its buckets. The scheduler sends a View when it is committed."""
 
     term: Term = 0
-    """The term of the scheduler that published the view; the term rises with every take-over."""
+    """The term of the scheduler that published the view; the term rises with every takeover."""
     epoch: Number = 0
     """The number of the view, which rises with every change."""
     version: Version = 0
@@ -281,7 +281,7 @@ class Proposal:
         quorum = commit_quorum(len(voters), self.replicas)
         has_quorum = _have(quorum, voters, ended, self.prepared)
         # No scheduler may take over from the former view with voters that all lack this view. If n - quorum + 1 of the
-        # n voters live, a take-over needs as many (:func:`may_take_over`), and `has_quorum` ensures that fewer lack
+        # n voters live, a takeover needs as many (:func:`may_take_over`), and `has_quorum` ensures that fewer lack
         # this view. If fewer voters live, because the released servers have ended, all living voters suffice. Therefore
         # at least one of the voters that stay must have this view.
         staying = voters - self.released

@@ -42,7 +42,7 @@ class Routes:
     lost_with: tuple[int, ...]
     """The ranks, if known, of the servers that died with the lost buckets."""
     has_ended: bool = False
-    """Whether a process requested the end of the cluster. Then servers that stop have not died."""
+    """Whether a process requested the end of the cluster. In this case, servers that stop have not died."""
 
     @property
     def server_ranks(self) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class ServerControl:
         self._replicator = runtime.replicator
         self._traffic = traffic
         self._non_finite = non_finite
-        self._last_changes: dict[int, int] = {}  # incarnation → number of its last call that changed the whole server
+        self._last_changes: dict[int, int] = {}  # incarnation → number of its last call in _CHANGES
         self._calls: dict[type, Any] = {
             messages.CheckFilters: self._check_filters,
             messages.CreateTable: self._create_table,

@@ -139,9 +139,9 @@ class _Link(Handler):
     def probe(self) -> bool:
         """Send a probe unless messages wait to be sent; return whether the server is reachable without a probe.
 
-        While messages wait to be sent, the answer to a probe would come late. Then the server counts as reachable if
-        the operating system has taken more bytes since the last call. It takes more bytes only after the other end has
-        acknowledged earlier bytes.
+        While messages wait to be sent, the reply to a probe would arrive late. In this case, the server counts as
+        reachable if the operating system has taken more bytes since the last call. It takes more bytes only after the
+        other end has acknowledged earlier bytes.
         """
         peer = self.peer
         if peer is None:

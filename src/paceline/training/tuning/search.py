@@ -8,9 +8,9 @@ are tried.
 
 A logistic regression is tried on the same examples. If the trial has all the data, the best settings are chosen.
 Features get factors if the model with factors is better than the logistic regression by more than a standard error. If
-the trial has only a part of the data, features are rarer in it than in all data. Then other settings must be better
-than the usual ones by more than a standard error. Features get factors unless the logistic regression is better by more
-than two standard errors.
+the trial has only a part of the data, features are rarer in it than in all data. In this case, other settings must be
+better than the usual ones by more than a standard error. Features get factors unless the logistic regression is better
+by more than two standard errors.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def no_tls(address: Address, error: OSError, timeout_s: float) -> PeerError | De
     if isinstance(error, TimeoutError):
         return DeadlineError(f"the server at {address} did not finish the TLS handshake in {timeout_s:g} s")
     if not isinstance(error, ssl.SSLError):
-        return ConnectionLostError(f"the server at {address} closed the connection in the TLS handshake ({error})")
+        return ConnectionLostError(f"the server at {address} closed the connection during the TLS handshake ({error})")
     detail = getattr(error, "verify_message", "") or error.reason or str(error)
     return AuthenticationError(
         f"no TLS connection to the server at {address}: {detail}. Check that both ends have a certificate "

@@ -172,7 +172,7 @@ def as_term(
 
 def count_targets(target: Tensor, ignored: int, weight: Tensor | None) -> float | Tensor:
     """Return the number by which PyTorch divides a classification loss's mean; `weight`: the weights of the classes."""
-    if target.is_floating_point():  # targets are class probabilities; with rows, the classes are in dimension 1
+    if target.is_floating_point():  # class probabilities: [classes] for one example, [rows, classes, ...] for a batch
         return float(target.numel() // target.shape[1 if target.dim() > 1 else 0])
     counted = target[target != ignored]
     return float(counted.numel()) if weight is None else weight[counted].sum()
