@@ -97,6 +97,8 @@ class Environment:
     """``PACELINE_JOB_DIR``: folder of the stacks and operations of a job's processes, set by the launcher."""
     timeline_steps: str | None = None
     """``PACELINE_TIMELINE_STEPS``: the steps of a timeline, such as ``100:120``, set by the launcher."""
+    timeline_operators: bool = False
+    """``PACELINE_TIMELINE_OPERATORS``: whether ranks profile these steps, set by the launcher."""
     strategy_options: str | None = None
     """``PACELINE_STRATEGY_OPTIONS``: the options of the strategy, written by ``paceline run``."""
     snapshot_dir: Path | None = None
@@ -218,6 +220,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         filters=found.get("PACELINE_FILTERS") or None,
         pull_filters=found.get("PACELINE_PULL_FILTERS"),
         timeline_steps=found.get("PACELINE_TIMELINE_STEPS") or None,
+        timeline_operators=_boolean(found, "PACELINE_TIMELINE_OPERATORS"),
         job_dir=_path(found, "PACELINE_JOB_DIR"),
         strategy_options=found.get("PACELINE_STRATEGY_OPTIONS") or None,
         snapshot_dir=_path(found, "PACELINE_SNAPSHOT_DIR"),

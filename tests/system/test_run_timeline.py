@@ -60,11 +60,57 @@ def test_a_loop_that_ends_before_the_steps_and_the_format_of_perfetto(loop: Comm
     assert b"rank 1" in content
 
 
+def test_the_operators_of_the_profiler(loop: Commands, tmp_path: Path) -> None:
+    finished = loop.succeed("run", "--timeline", "t.json", "--timeline-steps", "2:5", "--timeline-operators", "loop.py")
+    assert "the timeline of steps 2 to 4 is in t.json" in finished.err
+    spans = list(check_chrome(tmp_path / "t.json").spans())
+    steps = {span["name"]: span for _, _, span in spans if span["name"].startswith("step ")}
+    linear = [span for _, row, span in spans if (row, span["name"]) == ("torch.profiler, thread 1", "aten::linear")]
+    for number, operator in zip((2, 3, 4), linear, strict=True):
+        step = steps[f"step {number}"]
+        assert step["ts"] <= operator["ts"] < operator["ts"] + operator["dur"] <= step["ts"] + step["dur"]
+    assert any(span["name"].startswith("Optimizer.step") for _, _, span in spans)
+
+
+def test_the_profile_of_the_script_itself(loop: Commands, tmp_path: Path) -> None:
+    profiled = _LOOP.replace("for x, y in loader:", "for x, y in recorded(loader):")
+    (tmp_path / "profiled.py").write_text(
+        "import torch\n"
+        "def recorded(loader):\n"
+        "    with torch.profiler.profile():\n"
+        "        for batch in loader:\n"
+        "            with torch.profiler.record_function('my range'):\n"
+        "                yield batch\n" + profiled
+    )
+    options = ["--timeline", "t.json", "--timeline-steps", "2:5", "--timeline-operators"]
+    loop.succeed("run", *options, "profiled.py")
+    names = Counter(span["name"] for _, _, span in check_chrome(tmp_path / "t.json").spans())
+    assert 3 <= names["my range"] <= 5
+    assert 3 <= names["aten::linear"] <= 5
+
+
+def test_the_timeline_of_a_click_model(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    options: list[str | Path] = ["--workers", "2", "--servers", "2", "--timeline", "t.json", "--timeline-steps", "1:4"]
+    finished = paceline.succeed("train", click_log[0], "--batch-size", "32", *options)
+    assert "the timeline of steps 1 to 3 is in t.json" in finished.err
+    trace = check_chrome(tmp_path / "t.json")
+    processes = {"driver", "scheduler", "server 0", "server 1", "worker 0", "worker 1"}
+    assert set(trace.processes.values()) == processes
+    spans = Counter((process, span["name"]) for process, _, span in trace.spans())
+    for worker in ("worker 0", "worker 1"):
+        assert [spans[worker, f"step {number}"] for number in range(5)] == [0, 1, 1, 1, 0]
+        assert spans[worker, "compute"] >= 2
+        assert spans[worker, "push"] >= 2
+    assert spans["server 1", "push"] >= 2
+    assert trace.num_flows >= 4
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["--timeline", "no/t.json"], "--timeline no/t.json: cannot write it"),
         (["--timeline-steps", "1:2"], "--timeline-steps 1:2: needs a file. Pass --timeline FILE too"),
+        (["--timeline-operators"], "--timeline-operators: needs a file. Pass --timeline FILE too"),
         (["--timeline", "t.json", "--timeline-steps", "7"], "--timeline-steps 7: expected the first step"),
     ],
 )

@@ -42,7 +42,10 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
         heartbeat_timeout_s=connection.heartbeat_timeout or 10.0,
         default_consistency="bounded:4" if training.passes.blocks is None else "sequential",
     )
-    with flags.observe.open("paceline train") as collector:
+    with (
+        flags.observe.open("paceline train") as collector,
+        flags.timeline.open("paceline train", settings.num_workers),
+    ):
         result = run_training(
             training,
             settings,
@@ -101,6 +104,8 @@ def _check_cluster(flags: TrainFlags, *, has_snapshots: bool) -> None:
     scheduler = flags.connection.scheduler
     if flags.saving.auto_resume and (not has_snapshots or scheduler is not None):
         raise UsageError("--auto-resume needs --snapshot-every and its own cluster. Leave --scheduler out")
+    if scheduler is not None and flags.timeline.timeline is not None:
+        raise UsageError("--timeline shows the processes that the training itself starts. Leave --scheduler out")
     given = given_options(flags.cluster)
     if flags.connection.heartbeat_timeout is not None:
         given.append("--heartbeat-timeout")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, cast
 
 from paceline.command_options import in_panel, option
 from paceline.errors import UsageError
-from paceline.launch.flags import FilterModuleFlags, MemoryFlags, ObserveFlags, PushFlags, TLSFlags
+from paceline.launch.flags import FilterModuleFlags, MemoryFlags, ObserveFlags, PushFlags, TimelineFlags, TLSFlags
 
 from . import options
 from .data_arguments import find_data
@@ -364,6 +364,7 @@ class TrainFlags:
     filters: FilterFlags
     solver: SolverFlags
     observe: ObserveFlags
+    timeline: TimelineFlags = in_panel("Metrics", default=TimelineFlags())
 
     def parse_model(self) -> SparseModel:
         """Return the model. Raises UsageError for an unknown model, and for options that the model does not have."""

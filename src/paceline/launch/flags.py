@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from paceline.command_options import given_values, option
 from paceline.environment import environment
+from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.observe.collector import Collector
@@ -22,6 +24,8 @@ SCHEDULER_PORT: Final = 7337
 COORDINATOR_PORT: Final = 7338
 RENDEZVOUS_PORT: Final = 29500
 """The default ports of ``paceline scheduler``, ``paceline coordinator`` and ``paceline run`` on several machines."""
+
+_TIMELINE_STEPS: Final = "10:20"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,59 @@ class TLSFlags:
         from paceline.transport import TLS
 
         return TLS.of_files(self.tls_cert, self.tls_key, self.tls_ca)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineFlags:
+    """The timeline of some steps of a training loop."""
+
+    timeline: Path | None = option(
+        "Write a timeline of some steps of all processes to this file, for https://ui.perfetto.dev; as JSON, or as "
+        "protobuf if its name ends with .pftrace."
+    )
+    timeline_steps: str | None = option(
+        "With --timeline: the first step of the training loop, from 0, and the step after the last; default "
+        f"{_TIMELINE_STEPS}."
+    )
+
+    def parse_steps(self) -> range:
+        """Return the steps. Raises UsageError if they are invalid, or if there is no file for them."""
+        from paceline.observe.spans.window import parse_steps
+
+        steps = parse_steps(self.timeline_steps or _TIMELINE_STEPS)
+        if self.timeline is None and self.timeline_steps is not None:
+            raise UsageError(f"--timeline-steps {self.timeline_steps}: needs a file. Pass --timeline FILE too")
+        return steps
+
+    @contextlib.contextmanager
+    def open(self, command: str, num_workers: int) -> Iterator[None]:
+        """Record the timeline of the cluster that starts in the block; write it at the end of the block at the latest.
+
+        `command` is named in messages. Raises UsageError for invalid options.
+        """
+        steps = self.parse_steps()
+        if self.timeline is None:
+            yield
+            return
+        from paceline.observe.spans.timeline import TimelineTask
+        from paceline.observe.stuck.jobs import start_job
+        from paceline.observe.stuck.processes import unwatch, watch
+
+        def report(text: str) -> None:
+            print(f"{command}: {text}", file=sys.stderr, flush=True)
+
+        with contextlib.ExitStack() as stack:
+            job = start_job()
+            if job is None:
+                report("no timeline, because TMPDIR has no space or cannot be written")
+                yield
+                return
+            stack.enter_context(job)
+            watch("driver", job.folder)
+            stack.callback(unwatch)
+            task = stack.enter_context(TimelineTask.start(job, self.timeline, steps, num_workers, report))
+            yield
+            task.finish()
 
 
 @dataclass(frozen=True, kw_only=True)

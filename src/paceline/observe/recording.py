@@ -249,7 +249,9 @@ def start(settings: Environment, *, rank: int | None = None) -> Recorder | None:
 def stop() -> None:
     """Send the last report, and stop recording. Idempotent."""
     global recorder, _sender
-    sender, _sender, recorder = _sender, None, None
+    stopped, sender, _sender, recorder = recorder, _sender, None, None
+    if stopped is not None and stopped.spans is not None:
+        stopped.spans.end_profile()
     if sender is not None:
         sender.close()
 

@@ -14,6 +14,7 @@ from tests.chrome_traces import check_chrome
 
 from paceline.errors import UsageError
 from paceline.observe.spans.files import write_timeline
+from paceline.observe.spans.operators import OperatorFile, OperatorSpan, written_operators
 from paceline.observe.spans.timeline import ProcessEvents, make_tracks
 from paceline.observe.spans.window import StepSpans, StepWindow, parse_steps
 from paceline.observe.stuck.processes import WatchedProcess
@@ -218,6 +219,38 @@ def test_only_the_steps_of_the_window_are_recorded(tmp_path: Path) -> None:
     assert read_events(buffer[:], 0, start_ns - 1) == []
     for opened in (window, *windows):
         opened.close()
+
+
+def test_the_step_in_which_a_loop_ends_does_not_count(tmp_path: Path) -> None:
+    with StepWindow.create(tmp_path, 1) as window:
+        buffer = mmap.mmap(-1, BUFFER_BYTES)
+        spans = StepSpans(FlightRecorder(buffer), window, range(1, 3))
+        for _ in range(2):  # two loops over two batches
+            for _ in range(2):
+                spans.begin_step()
+                spans.enter("forward")
+            spans.begin_step()
+            spans.end_loop()
+        steps = [event.sequence for event in read_events(buffer[:]) if event.operation.name == "forward"]
+        assert steps == [1, 2]
+        assert window.has_ended
+
+
+def test_profiled_operators_have_their_own_tracks(tmp_path: Path) -> None:
+    process = WatchedProcess("rank 0", 5, "", _MAIN)
+    file = OperatorFile(tmp_path, process)
+    file.write([OperatorSpan("thread 1", "aten::linear", 10, 20), OperatorSpan("thread 1", "aten::addmm", 11, 20)])
+    size = written_operators(tmp_path)
+    file.write([OperatorSpan("thread 1", "aten::relu", 15, 30), OperatorSpan("thread 2", "aten::mm", 90, 95)])
+    assert written_operators(tmp_path) > size > 0
+    found = file.read(5, 50)
+    assert [span.name for span in found] == ["aten::linear", "aten::addmm", "aten::relu"]
+    tracks = list(make_tracks([ProcessEvents(process, [], {}, found)]))
+    assert [(track.name, [span.name for span in track.spans]) for track in tracks] == [
+        ("main thread", []),
+        ("thread 1", ["aten::linear", "aten::addmm"]),
+        ("thread 1 (2)", ["aten::relu"]),
+    ]
 
 
 @pytest.mark.parametrize("text", ["100", "5:5", "9:5", "a:b", "-1:3", "0:1001", ":"])

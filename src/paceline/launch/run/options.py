@@ -7,7 +7,15 @@ from pathlib import Path
 
 from paceline.command_options import argument, in_panel, option
 from paceline.launch.engines.options import EngineFlags
-from paceline.launch.flags import RENDEZVOUS_PORT, FilterModuleFlags, MemoryFlags, ObserveFlags, PushFlags, TLSFlags
+from paceline.launch.flags import (
+    RENDEZVOUS_PORT,
+    FilterModuleFlags,
+    MemoryFlags,
+    ObserveFlags,
+    PushFlags,
+    TimelineFlags,
+    TLSFlags,
+)
 from paceline.strategies import STRATEGIES, StrategyFlags
 
 AUTO = "auto"
@@ -70,13 +78,11 @@ class RunOptions:
         "Folder for the last collectives of each rank after a failure, for torch.distributed.flight_recorder.",
         panel=_FAILURES,
     )
-    timeline: Path | None = option(
-        "Write a timeline of some steps of all processes to this file, for https://ui.perfetto.dev; as JSON, or as "
-        "protobuf if its name ends with .pftrace.",
-        panel=_COMMON,
-    )
-    timeline_steps: str | None = option(
-        "With --timeline: the first step of the training loop, from 0, and the step after the last; default 10:20.",
+    timeline: TimelineFlags = in_panel(_COMMON, default=TimelineFlags())
+    timeline_operators: bool = option(
+        "With --timeline: run torch.profiler in these steps, to show PyTorch's operators too.",
+        "--timeline-operators",
+        default=False,
         panel=_COMMON,
     )
     nnodes: int | None = option(

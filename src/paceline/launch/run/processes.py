@@ -25,13 +25,11 @@ from paceline.launch.run.plan import Layout, RankPlan
 from paceline.launch.run.streams import Stream, open_logs
 from paceline.launch.screen import Screen
 from paceline.launch.supervisor import Child, Supervisor, spawn
-from paceline.observe.spans.timeline import TimelineTask, check_timeline
-from paceline.observe.spans.window import parse_steps
+from paceline.observe.spans.timeline import TimelineTask
 from paceline.observe.stuck.jobs import LaunchedJob, start_job
 from paceline.observe.stuck.torch_files import check_directory, write_torch_files
 
 _END_S = 1.0
-_TIMELINE_STEPS = "10:20"
 
 
 class Rank:
@@ -147,23 +145,27 @@ class RunJob(Closing):
         """
         if options.flight_recorder is not None:
             check_directory(options.flight_recorder)
-        steps = parse_steps(options.timeline_steps or _TIMELINE_STEPS)
-        if options.timeline is None and options.timeline_steps is not None:
-            raise UsageError(f"--timeline-steps {options.timeline_steps}: needs a file. Pass --timeline FILE too")
+        steps, path = options.timeline.parse_steps(), options.timeline.timeline
+        if path is None and options.timeline_operators:
+            raise UsageError("--timeline-operators: needs a file. Pass --timeline FILE too")
         job, timeline = start_job(), None
-        if job is None and (options.timeline or options.flight_recorder):
+        if job is None and (path or options.flight_recorder):
             report("no timeline and no flight recorder, because TMPDIR has no space or cannot be written")
-        if options.timeline is not None and layout is not None and job is not None:
-            path = options.timeline
+        if path is not None and layout is not None and job is not None:
             path = path.with_stem(f"{path.stem}.node{layout.node}") if layout.node else path
-            check_timeline(path)
-            timeline = TimelineTask.start(job.folder, path, steps, len(layout.ranks), report)
-            job.variables["PACELINE_TIMELINE_STEPS"] = f"{steps.start}:{steps.stop}"
+            timeline = TimelineTask.start(job, path, steps, len(layout.ranks), report)
+            if options.timeline_operators:
+                job.variables["PACELINE_TIMELINE_OPERATORS"] = "1"
         return cls(job, options.flight_recorder, timeline)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the job; None if it cannot be created."""
+        return None if self._job is None else self._job.folder
 
     def variables(self) -> dict[str, str]:
         """Return the variables of the ranks."""
-        none = {"PACELINE_JOB_DIR": "", "PACELINE_TIMELINE_STEPS": ""}
+        none = {"PACELINE_JOB_DIR": "", "PACELINE_TIMELINE_STEPS": "", "PACELINE_TIMELINE_OPERATORS": ""}
         return none if self._job is None else {**none, **self._job.variables}
 
     def add(self, ranks: Sequence[Rank]) -> None:

@@ -22,7 +22,9 @@ from paceline.observe.spans.files import (
     number_of,
     write_timeline,
 )
+from paceline.observe.spans.operators import OperatorFile, OperatorSpan, written_operators
 from paceline.observe.spans.window import StepWindow
+from paceline.observe.stuck.jobs import LaunchedJob
 from paceline.observe.stuck.processes import WatchedProcess, read_processes
 from paceline.observe.stuck.recorder import COLLECTIVE, FRAME, MESSAGE, PHASE, REQUEST, RecordedEvent, RecordedGroup
 from paceline.observe.stuck.report import describe
@@ -39,14 +41,7 @@ class ProcessEvents(NamedTuple):
     process: WatchedProcess
     events: list[RecordedEvent]
     groups: dict[int, RecordedGroup]
-
-
-def check_timeline(path: Path) -> None:
-    """Create the file. Raises UsageError if this is impossible."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise UsageError(f"--timeline {path}: cannot write it: {error.strerror}. Choose another path") from None
+    operators: Sequence[OperatorSpan] = ()
 
 
 class TimelineTask(Closing):
@@ -57,23 +52,32 @@ class TimelineTask(Closing):
         self._folder, self._path, self._steps, self._report = folder, path, steps, report
         self._window = StepWindow.create(folder, num_ranks)
         self._closed = threading.Event()
-        self._is_written = False
+        self._num_written = -1
+        """The bytes of profiled operators at the last writing; -1 before."""
         self._thread = threading.Thread(target=self._run, name="paceline-timeline", daemon=True)
 
     @classmethod
     def start(
-        cls, folder: Path, path: Path, steps: range, num_ranks: int, report: Callable[[str], None]
+        cls, job: LaunchedJob, path: Path, steps: range, num_ranks: int, report: Callable[[str], None]
     ) -> TimelineTask:
-        """Start the thread. `folder` is the job's folder. `report` receives a sentence when the timeline is written."""
-        task = cls(folder, path, steps, num_ranks, report)
+        """Start the thread, and let the later processes of the job record the steps.
+
+        `report` receives a sentence when the timeline is written. Raises UsageError if `path` cannot be written.
+        """
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise UsageError(f"--timeline {path}: cannot write it: {error.strerror}. Choose another path") from None
+        task = cls(job.folder, path, steps, num_ranks, report)
+        job.variables["PACELINE_TIMELINE_STEPS"] = f"{steps.start}:{steps.stop}"
         task._thread.start()
         return task
 
     def finish(self) -> None:
-        """Write the timeline of a run that has ended, unless it is written already."""
+        """Write the timeline of a run that has ended, unless the file has everything already."""
         self._closed.set()
         self._thread.join()
-        if not self._is_written:
+        if self._num_written != written_operators(self._folder):  # a profile of the script may end after the steps
             self._write()
 
     @override
@@ -90,7 +94,7 @@ class TimelineTask(Closing):
                 return
 
     def _write(self) -> None:
-        self._is_written = True
+        self._num_written = written_operators(self._folder)
         start_ns, end_ns = self._window.bounds_ns
         steps = f"steps {self._steps.start} to {self._steps.stop - 1}"
         if not start_ns:
@@ -109,7 +113,11 @@ class TimelineTask(Closing):
 def read_events_of(folder: Path, start_ns: int, end_ns: int) -> list[ProcessEvents]:
     """Return the operations of all processes of a job in this time; 0: without a limit."""
     return [
-        ProcessEvents(process, *read_recorder(process, folder, start_ns, end_ns))
+        ProcessEvents(
+            process,
+            *read_recorder(process, folder, start_ns, end_ns),
+            OperatorFile(folder, process).read(start_ns, end_ns),
+        )
         for process in read_processes(folder)
         if process.main_thread
     ]
@@ -137,6 +145,7 @@ def make_tracks(processes: Sequence[ProcessEvents], *, may_be_joined: bool = Fal
                 yield SpanTrack(number, name, f"{title} ({lane + 1})" if lane else title, spans, pid=pid)
         if not tracks:
             yield SpanTrack(number, name, "main thread", pid=pid)
+        yield from _operator_tracks(number, found)
         yield from _counters(number, found)
 
 
@@ -201,6 +210,18 @@ def _has_room(stack: list[TimelineSpan], span: TimelineSpan) -> bool:
     while stack and stack[-1].end_ns <= span.start_ns:
         stack.pop()
     return not stack or stack[-1].end_ns >= span.end_ns
+
+
+def _operator_tracks(number: int, found: ProcessEvents) -> Iterator[SpanTrack]:
+    """Yield a track for the profiled operators of each thread and device."""
+    tracks: dict[str, list[TimelineSpan]] = {}
+    for operator in found.operators:
+        span = TimelineSpan(operator.name, operator.start_ns, max(operator.end_ns, operator.start_ns + 1), "")
+        tracks.setdefault(operator.track, []).append(span)
+    for title, operators in sorted(tracks.items()):
+        for lane, spans in enumerate(_lanes(operators)):
+            shown = f"{title} ({lane + 1})" if lane else title
+            yield SpanTrack(number, found.process.name, shown, spans, pid=found.process.pid)
 
 
 def _counters(number: int, found: ProcessEvents) -> Iterator[SpanTrack]:

@@ -8,8 +8,11 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
+from typing_extensions import override
+
+from paceline.closing import Closing
 from paceline.errors import UsageError
 from paceline.observe.stuck.recorder import PHASE, FlightRecorder, RecordedOperation
 
@@ -30,7 +33,7 @@ def parse_steps(text: str) -> range:
     return range(int(first), int(stop))
 
 
-class StepWindow:
+class StepWindow(Closing):
     """The time from the first rank's begin of the steps to the last rank's end. The processes share it in a file."""
 
     def __init__(self, folder: Path) -> None:
@@ -87,8 +90,19 @@ class StepWindow:
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    @override
     def close(self) -> None:
         os.close(self._file)
+
+
+class StepProfile(Protocol):
+    """A profile of the steps in the window."""
+
+    def begin(self) -> None:
+        """Begin the profile. The thread of the training loop calls this before the first step."""
+
+    def end(self) -> None:
+        """End the profile, after the last step or at the end of the process. It may have ended already."""
 
 
 class StepSpans:
@@ -99,30 +113,48 @@ class StepSpans:
         self._number, self._thread = -1, 0
         self._step = self._phase = 0
         """The events of the current step and phase; 0: none is recorded."""
+        self._is_empty = self._has_begun = self._has_ended = False
+        self.profile: StepProfile | None = None
 
     def begin_step(self) -> None:
         """End the current step, and begin the next one."""
         self._end()
-        self._number, self._thread = self._number + 1, threading.get_ident()
-        if self._number == self._steps.start:
+        self._number, self._thread, self._is_empty = self._number + 1, threading.get_ident(), True
+        if self._number == self._steps.start and not self._has_begun:
+            if self.profile is not None:
+                self.profile.begin()
             self.window.begin()
-        if self._number == self._steps.stop:
+            self._has_begun = True
+        if self._number == self._steps.stop and not self._has_ended:
+            self.end_profile()
             self.window.end()
+            self._has_ended = True
         if self._number in self._steps:
             self._step = self._recorder.begin(_STEP, self._number)
-            self.enter("data")
+            self._begin_phase("data")
 
     def enter(self, phase: str) -> None:
         """End the current phase, and begin another one."""
+        self._is_empty = False
         if self._phase:
             self._recorder.end(self._phase)
         self._phase = 0
+        self._begin_phase(phase)
+
+    def _begin_phase(self, phase: str) -> None:
         if self._step:
             self._phase = self._recorder.begin(_phase(phase), self._number, thread=self._thread)
 
     def end_loop(self) -> None:
-        """End the current step, because the loop has ended. The next loop continues with the next step."""
+        """End the loop. A step in which it got no batch does not count. The next loop continues with the next step."""
         self._end()
+        self._number -= self._is_empty
+        self._is_empty = False
+
+    def end_profile(self) -> None:
+        """End the profile of the steps, if there is one."""
+        if self.profile is not None:
+            self.profile.end()
 
     def _end(self) -> None:
         for event in (self._phase, self._step):

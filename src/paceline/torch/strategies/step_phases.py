@@ -5,6 +5,7 @@ Times are those of the training thread. On a GPU, an operation counts where the 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,8 +16,12 @@ from torch.optim import Optimizer
 
 from paceline.collectives import Group
 from paceline.collectives.clocks import clock_offsets
+from paceline.environment import environment
 from paceline.observe import recording
 from paceline.observe.recording import Recorder
+from paceline.observe.spans.operators import OperatorFile
+from paceline.observe.stuck.processes import WatchedProcess
+from paceline.torch.operator_spans import ProfiledOperators
 
 
 class StepPhases:
@@ -29,6 +34,12 @@ class StepPhases:
     def __init__(self, recorder: Recorder, is_exchange: Callable[[], bool] = lambda: False) -> None:
         """Record all later calls of ``torch.autograd.backward``, which ``loss.backward()`` calls too."""
         self._recorder = recorder
+        settings = environment()
+        if recorder.spans is not None and settings.job_dir is not None:
+            recorder.spans.profile = ProfiledOperators(
+                OperatorFile(settings.job_dir, WatchedProcess(f"rank {settings.rank}", os.getpid(), "")),
+                profiles_steps=settings.timeline_operators,
+            )
         run_backward: Callable[..., Any] = torch.autograd.backward
 
         # A hook of the model and its output would take ten times as long as this function.
