@@ -17,11 +17,13 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from paceline.closing import Closing
 from paceline.environment import environment, naming
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.filters.modules import import_filter_modules
+from paceline.observe.notebooks import NotebookTable
 from paceline.observe.stuck.jobs import LaunchedJob, current_job, start_job
 from paceline.observe.stuck.processes import unwatch, watch
 from paceline.protocol import Accept, Consistency, Eventual, Role, StalePolicy, parse_consistency
@@ -46,7 +48,7 @@ _MAX_SERVERS = 100  # the first server of a rank and its replacements
 _MAX_SCHEDULERS = 6  # the first scheduler and five replacements; another one would probably die from the same cause
 
 
-class LocalCluster(Closing):
+class LocalCluster(Closing, NotebookTable):
     """A scheduler and servers as processes on this machine. Any number of clients may connect, from any process.
 
     Use it as a context manager. Every process ends when the cluster ends, or when this process is killed. A new
@@ -78,9 +80,13 @@ class LocalCluster(Closing):
         self._job: LaunchedJob | None = None
 
     def __repr__(self) -> str:
+        return "<LocalCluster at {scheduler}: {processes}, {consistency}>".format(**self.described_rows())
+
+    @override
+    def described_rows(self) -> dict[str, Any]:
         counts = {role: len(self._supervisor.living(role)) for role in ("server", "worker")}
         running = ", ".join(f"{count} {role}{'' if count == 1 else 's'}" for role, count in counts.items() if count)
-        return f"<LocalCluster at {self.scheduler}: {running or 'ended'}, {self.consistency}>"
+        return {"scheduler": self.scheduler, "processes": running or "ended", "consistency": self.consistency}
 
     @classmethod
     def start(

@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from paceline.errors import PeerError, UsageError
 from paceline.filters.base import Filter
+from paceline.observe.notebooks import NotebookTable
 from paceline.protocol import Consistency, Role, Sequential, parse_consistency
 from paceline.protocol.client import ClientCore
 from paceline.ps import messages
@@ -39,7 +41,7 @@ def make_node_name(role: str) -> str:
     return f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
-class Client:
+class Client(NotebookTable):
     """One process's access to a cluster's tables. ``cluster.connect()`` creates a client.
 
     A *worker* takes part in the iterations: servers wait for its :meth:`tick` according to the cluster's consistency.
@@ -123,11 +125,22 @@ class Client:
         return client
 
     def __repr__(self) -> str:
+        rows = self.described_rows()
+        tables = f", tables {rows['tables']}" if rows["tables"] else ""
+        return "<Client: {role} of {scheduler}, {servers}, {consistency}".format(**rows) + f"{tables}>"
+
+    @override
+    def described_rows(self) -> dict[str, Any]:
         identity = f"worker {self.rank}" if self.role == "worker" else self.role
         servers = len(self.servers.routes.server_ranks)
         where = "closed" if self.servers.is_closed else f"{servers} server{'' if servers == 1 else 's'}"
-        tables = f", tables {', '.join(self._tables)}" if self._tables else ""
-        return f"<Client: {identity} of {self.link.address}, {where}, {self.consistency}{tables}>"
+        return {
+            "role": identity,
+            "scheduler": self.link.address,
+            "servers": where,
+            "consistency": self.consistency,
+            "tables": ", ".join(self._tables),
+        }
 
     @property
     def clock(self) -> int:

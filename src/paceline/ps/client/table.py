@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.filters.base import Filter
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
 from paceline.kernels.sparse import largest
+from paceline.observe.notebooks import NotebookTable
 from paceline.protocol import Consistency
 from paceline.protocol.bounds import Natural
 from paceline.ps import messages
@@ -44,7 +46,7 @@ class TableClient(Protocol):
     def open_table(self, spec: TableSpec) -> Table: ...
 
 
-class Table:
+class Table(NotebookTable):
     """A client's object for one table. This class is abstract."""
 
     def __init__(self, client: TableClient, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
@@ -56,13 +58,20 @@ class Table:
         self._scratch = np.empty(0, np.int32)
 
     def __repr__(self) -> str:
+        rows = {**self.described_rows(), "kind": type(self).__name__}
+        return "<{kind} {name!r}: {shape}, {update!r}, {place}>".format(**rows)
+
+    @override
+    def described_rows(self) -> dict[str, Any]:
         spec, servers = self.spec, len(self._servers.routes.server_ranks)
-        shape = f"dim {spec.dim}" if spec.kind == "sparse" else f"{spec.size:,} elements"
-        update = from_fields(RULES, spec.update)
-        where = (
-            "its client is closed" if self._servers.is_closed else f"on {servers} server{'' if servers == 1 else 's'}"
-        )
-        return f"<{type(self).__name__} {self.name!r}: {shape}, {update!r}, {where}>"
+        return {
+            "name": self.name,
+            "shape": f"dim {spec.dim}" if spec.kind == "sparse" else f"{spec.size:,} elements",
+            "update": from_fields(RULES, spec.update),
+            "place": "its client is closed"
+            if self._servers.is_closed
+            else f"on {servers} server{'' if servers == 1 else 's'}",
+        }
 
     @property
     def name(self) -> str:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from paceline.closing import Closing
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.observe import recording
+from paceline.observe.notebooks import NotebookTable
 from paceline.torch.embeddings import Embedder, ReplicatedTables, RowTables, find_embeddings
 from paceline.torch.strategies.agreement import (
     describe_optimizers,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.torch.strategies.step_phases import StepPhases
 
 
-class Strategy(Closing, ABC):
+class Strategy(Closing, NotebookTable, ABC):
     """Distribute a training loop. The loop itself never changes::
 
         strategy = paceline.torch.strategy()
@@ -382,7 +384,12 @@ class Strategy(Closing, ABC):
         self._ranks.close()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
+        rows = self.described_rows().items()
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in rows)})"
+
+    @override
+    def described_rows(self) -> dict[str, Any]:
+        return {"rank": self.rank, "world_size": self.world_size, "device": str(self.device)}
 
 
 class _Models(nn.ModuleList):
