@@ -4,8 +4,10 @@
 
 A page has ``<!-- figures: COMMAND -->`` before a block and ``<!-- end of figures -->`` after it. The block becomes the
 output of the command, with the commit, the machine and its load. ``<!-- plot NAME: COMMAND -->`` draws the JSON lines
-of the command with ``benchmarks/plots.py`` as ``NAME.svg``. If a command fails, its block stays unchanged and the exit
-status is 1. ``ONLY=TEXT`` runs only the commands that contain TEXT.
+of the command with ``benchmarks/plots.py`` as ``NAME.svg``. ``<!-- screenshot NAME: COMMAND -->`` draws the page that
+the command writes to ``$PAGE`` with Chromium as ``NAME.png``; without Chromium, the picture stays unchanged. If a
+command fails, its block stays unchanged and the exit status is 1. ``ONLY=TEXT`` runs only the commands that contain
+TEXT.
 
 In a command, ``show COMMAND`` prints the command before its output. ``$CRITEO``, ``$MNIST`` and ``$A9A`` are the paths
 of the data. ``$DAYS`` is a directory with ``day1.tsv`` and ``day2.tsv``, from the Criteo sample or from a synthetic
@@ -20,6 +22,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +36,9 @@ from paceline.data import ClickLogSpec, write_click_log
 ROOT = Path(__file__).parents[1]
 PATHS = ("CRITEO", "MNIST", "A9A")
 """The variables with paths of data, which the pages show instead of the paths."""
-BLOCK = re.compile(r"(<!-- (?:figures|plot (\w+)): (.*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (figures|plot|screenshot)(?: (\w+))?: (.*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+SIZE = "1000,900"
+"""Width and height of screenshots."""
 
 
 def describe_run() -> str:
@@ -78,23 +83,45 @@ def fill(page: Path, only: str, days: str) -> list[str]:
     """Replace the blocks of a page, and return the commands that failed."""
     failed: list[str] = []
     for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
-        opening, plot, command, end = block.groups()
+        opening, kind, name, command, end = block.groups()
         if only not in command:
+            continue
+        if kind == "screenshot" and find_browser() is None:
+            print(f"{page.name}: no picture of the page of '{command}', because Chromium is not installed", flush=True)
             continue
         print(f"{page.name}: {command}", flush=True)
         about = describe_run()
         try:
-            output = run(command, days)
+            with tempfile.TemporaryDirectory() as folder:
+                output = run(f"PAGE={folder}/page.html; {command}" if kind == "screenshot" else command, days)
+                if kind == "screenshot":
+                    draw_page(Path(folder) / "page.html", page.parent / f"{name}.png")
         except subprocess.CalledProcessError as error:
             failed.append(f"{command} (status {error.returncode})")
             continue
-        if plot:
-            PLOTS[plot]([json.loads(line) for line in output.splitlines()], page.parent / f"{plot}.svg")
-            body = f"![{plot.replace('_', ' ')}]({plot}.svg)"
+        if kind == "screenshot":
+            body = f"![{name.replace('_', ' ')}]({name}.png)"
+        elif kind == "plot":
+            PLOTS[name]([json.loads(line) for line in output.splitlines()], page.parent / f"{name}.svg")
+            body = f"![{name.replace('_', ' ')}]({name}.svg)"
         else:
             body = f"```{'console' if output.startswith('$') else 'text'}\n{output}\n```"
         replace_block(page, opening, f"{body}\n\n{about}\n{end}")
     return failed
+
+
+def find_browser() -> str | None:
+    """Return the path of Chromium; None if it is not installed."""
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def draw_page(page: Path, picture: Path, *options: str) -> None:
+    """Draw a page with Chromium, by default in light colors. Raises subprocess.CalledProcessError if it fails."""
+    browser = find_browser()
+    assert browser is not None
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={SIZE}"]
+    command += [f"--user-data-dir={page.parent / 'browser'}", f"--screenshot={picture}", *options, page.as_uri()]
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
 
 
 def replace_block(page: Path, opening: str, rest: str) -> None:

@@ -11,7 +11,8 @@ from benchmarks import figures, plots
 from tests.pages import PAGES, ROOT
 
 NOT_PROSE = re.compile(
-    r"<!-- (?:figures|plot).*?<!-- end of figures -->|<!--.*?-->|^( *)```.*?^\1```|`[^`]+`", re.DOTALL | re.MULTILINE
+    r"<!-- (?:figures|plot|screenshot).*?<!-- end of figures -->|<!--.*?-->|^( *)```.*?^\1```|`[^`]+`",
+    re.DOTALL | re.MULTILINE,
 )
 """Blocks of ``make figures``, comments, and code with its output."""
 FIGURE = re.compile(
@@ -65,11 +66,33 @@ def test_plots(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.skipif(figures.find_browser() is None, reason="there is no Chromium")
+def test_screenshots(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- screenshot shown: echo '<h1>A page' > $PAGE -->\n<!-- end of figures -->\n")
+    assert figures.fill(page, "", str(tmp_path)) == []
+    assert "![shown](shown.png)" in page.read_text()
+    assert (tmp_path / "shown.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_screenshots_without_a_browser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    page = tmp_path / "page.md"
+    text = "<!-- screenshot shown: exit 3 -->\nold\n<!-- end of figures -->\n"
+    page.write_text(text)
+    assert figures.fill(page, "", str(tmp_path)) == []
+    assert page.read_text() == text
+    assert "no picture of the page of 'exit 3', because Chromium is not installed" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_commands_of_figures_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    for _, plot, command, _ in figures.BLOCK.findall(text):
-        assert not plot or plot in plots.PLOTS
+    for _, kind, name, command, _ in figures.BLOCK.findall(text):
+        assert bool(name) == (kind != "figures")
+        assert kind != "plot" or name in plots.PLOTS
         assert all((ROOT / script).exists() for script in re.findall(r"(?:benchmarks|examples)/\w+\.py", command))
     assert len(figures.BLOCK.findall(text)) == text.count("<!-- end of figures -->") - text.count(
         "<!-- figures of make gpu"
