@@ -27,7 +27,6 @@ from paceline.bench.plan import (
     parse_sizes,
     plan_sizes,
 )
-from paceline.bench.progress import BenchProgress
 from paceline.bench.ranks import BenchRanks
 from paceline.bench.table import format_absent, format_footer, format_header, format_row
 from paceline.errors import UsageError
@@ -40,7 +39,6 @@ __all__ = [
     "PACELINE",
     "PEERS",
     "Absent",
-    "BenchProgress",
     "Measurement",
     "OtherLoad",
     "BenchPlan",

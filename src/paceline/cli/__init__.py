@@ -48,8 +48,10 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
     import typer
 
     from paceline.errors import PacelineError, UsageError
+    from paceline.observe.work import show_progress
 
     raise_on_sigterm()
+    show_progress()
     # Typer contains a copy of click, whose exception class has no public name. Get it from a subclass.
     wrong_usage: type[Exception] = typer.BadParameter.__bases__[0]
     commands = load_commands()

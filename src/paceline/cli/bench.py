@@ -95,6 +95,7 @@ def bench_collectives(
     Example: paceline bench collectives --op all_reduce --ranks 4 --sizes 4,16K,1M --peer gloo
     """
     from paceline.bench import collectives as bench
+    from paceline.observe.work import start_work
 
     peers, absent = bench.choose_peers(peer)
     plan = bench.BenchPlan(
@@ -106,7 +107,7 @@ def bench_collectives(
         dtype=dtype,
     )
     disturbance, header = bench.OtherLoad(), [bench.format_header(peers[1:])]
-    with bench.BenchProgress() as progress:
+    with start_work("starting", len(plan.sizes) + 1, in_background=False) as progress:
         for measured in bench.bench_collectives(plan, show=progress.show, on_absent=absent.__setitem__):
             if json:
                 lines = [json_module.dumps(result.as_json()) for result in measured]

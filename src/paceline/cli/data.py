@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as json_module
 from pathlib import Path
 from typing import Annotated
@@ -76,11 +75,13 @@ def convert(
     from rich.console import Console
 
     from paceline.errors import UsageError
+    from paceline.observe.work import show_progress
     from paceline.training.files.converting import convert_data, sample_sources
     from paceline.training.files.describing import show_columns
 
     if len(sources) < 2:
         raise UsageError(f"no output file. Pass its name last: paceline convert {sources[0]} OUT")
+    show_progress(not quiet)
     *data, out = sources
     reading = columns.parse(label)
     sample = sample_sources(data, Path(out), format=format, weight=weight, reading=reading)
@@ -89,14 +90,7 @@ def convert(
         show_columns(console, sample)
         if sample.header_note is not None:
             typer.echo(f"paceline: {sample.header_note}", err=True)
-    is_shown = console.is_terminal and not quiet
-    with console.status("converting ...") if is_shown else contextlib.nullcontext() as status:
-
-        def show(num_examples: int) -> None:
-            if status is not None:
-                status.update(f"converting: {num_examples:,} examples")
-
-        done = convert_data(data, Path(out), sample, strict=strict, feature_names=feature_names, on_progress=show)
+    done = convert_data(data, Path(out), sample, strict=strict, feature_names=feature_names)
     if json:
         typer.echo(json_module.dumps(done.as_json()))
     else:

@@ -24,7 +24,7 @@ def predict(
     strict: options.Strict = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", "-q", help="Do not print the losses of the predictions; warnings are still printed."),
+        typer.Option("--quiet", "-q", help="Print neither progress nor losses; warnings are still printed."),
     ] = False,
     json: options.Json = False,
 ) -> None:
@@ -34,8 +34,10 @@ def predict(
     With --json the final figures are one object on standard output, and predictions are written only to --output.
     Example: paceline predict model day4.tsv --output predictions.txt
     """
+    from paceline.observe.work import show_progress
     from paceline.training.predict import run_prediction
 
+    show_progress(not quiet)
     result = run_prediction(model, data, output=output, format=format, header=header, strict=strict, echo=not json)
     if json:
         typer.echo(json_module.dumps(result.as_json(), allow_nan=False))

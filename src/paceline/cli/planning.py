@@ -26,10 +26,10 @@ def explain(options: ExplainOptions) -> None:
     """
     from rich.console import Console
 
-    from paceline.bench.progress import BenchProgress
+    from paceline.observe.work import start_work
     from paceline.planning import explaining, predictions
 
-    with BenchProgress() as progress:
+    with start_work("starting", 2, in_background=False) as progress:
         command, scenario = explaining.measure_scenario(options, progress.show)
     found = predictions.predict_all(scenario)
     measured = explaining.measured_steps(command, scenario, found)
@@ -49,11 +49,11 @@ def compare(options: CompareOptions) -> None:
     """
     from rich.console import Console
 
-    from paceline.bench.progress import BenchProgress
+    from paceline.observe.work import start_work
     from paceline.planning import comparing
 
     comparisons = []
-    with BenchProgress() as progress:
+    with start_work("starting", 2 + len(options.strategies.split(",")), in_background=False) as progress:
         for comparison in comparing.compare(options, progress.show):
             comparisons.append(comparison)
             if options.json:
@@ -85,10 +85,10 @@ def simulate(options: SimulateOptions) -> None:
 
 def choose(options: RunOptions) -> RunOptions:
     """Return the options of ``paceline run --strategy auto`` with a strategy, and print the reason of the choice."""
-    from paceline.bench.progress import BenchProgress
+    from paceline.observe.work import start_work
     from paceline.planning.explaining import choose_options
 
-    with BenchProgress() as progress:
+    with start_work("starting", 2, in_background=False) as progress:
         chosen, reason = choose_options(options, progress.show)
     typer.echo(f"paceline run: {reason}", err=True)
     return chosen

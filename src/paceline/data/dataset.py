@@ -19,6 +19,7 @@ from paceline.data.labels import CLICKS, positive_in, read_as
 from paceline.data.reader import IdleFiles, OpenFile, OtherFormatError, ReadSettings
 from paceline.data.streams import FileStatus, full_path, is_packed, line_number, stat_file, text_size
 from paceline.errors import DataError, UsageError
+from paceline.observe.work import start_work
 
 MIN_SHARD_BYTES = 256 << 10
 MAX_SHARD_BYTES = 16 << 20
@@ -197,12 +198,26 @@ class Dataset(Closing):
 
     def blocks(self) -> Iterator[Batch]:
         """Yield all examples of all files, in order, in batches of about 1 MiB of text."""
-        for file in range(len(self.files)):
-            for shard in itertools.count():
-                num_shards = self.num_shards(file)
-                if num_shards is not None and shard >= num_shards:
-                    break
-                yield from self._blocks(file, shard)
+        with start_work("reading", unit="examples") as progress:
+            num_examples = num_shards_read = 0
+            for file, name in enumerate(self.files):
+                for shard in itertools.count():
+                    num_shards = self.num_shards(file)
+                    if num_shards is not None and shard >= num_shards:
+                        break
+                    for block in self._blocks(file, shard):
+                        yield block
+                        num_examples += block.num_examples
+                        progress.update(
+                            num_examples, fraction=self._fraction(num_shards_read), title=f"reading {Path(name).name}"
+                        )
+                    num_shards_read += 1
+
+    def _fraction(self, num_shards_read: int) -> float | None:
+        """Return the part of the data in this number of shards; None for files whose size is unknown."""
+        sizes = [self.num_shards(file) for file in range(len(self.files))]
+        known = sum(size for size in sizes if size is not None)
+        return num_shards_read / known if known and None not in sizes else None
 
     def spec(self) -> Spec:
         """Return a description with which :func:`open_spec` opens the same dataset in another process."""

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Final
 
+from paceline.observe.work import start_work
+
 
 def prepare_kernels(report: Callable[[str], None] | None = None) -> None:
     """Compile the kernels unless the disk cache has them. Before, pass a note to `report` (default: standard error)."""
-    from paceline.tables.compile import compile_kernels, is_compiled
+    from paceline.tables.compile import KERNELS, compile_kernels, count_compiled, is_compiled
 
     if not is_compiled():
         text = "paceline: compiling kernels, once for this installation (one to three minutes) ..."
@@ -19,7 +21,8 @@ def prepare_kernels(report: Callable[[str], None] | None = None) -> None:
             print(text, file=sys.stderr, flush=True)
         else:
             report(text)
-        _compile_side_by_side()
+        with start_work("compiling kernels", len(KERNELS), count=count_compiled):
+            _compile_side_by_side()
         compile_kernels()  # load all kernels, and compile the missing ones if the other process failed
 
 

@@ -7,16 +7,19 @@ import contextlib
 import math
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+from typing_extensions import override
 
+from paceline.closing import Closing
 from paceline.environment import environment
 from paceline.errors import PacelineError, PeerError
 from paceline.observe.spans.window import StepWindow
+from paceline.observe.work import SilentWork, start_work
 from paceline.protocol import Role
 from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
@@ -28,6 +31,10 @@ from paceline.transport import TLS, Endpoint, Handler, Hello, SocketTransport, n
 from paceline.transport.backoff import reach
 
 from .supervisor import watch_parent
+
+if TYPE_CHECKING:
+    from paceline.observe.progress import WorkProgress
+    from paceline.protocol.chains import ChainGroup
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
@@ -141,7 +148,9 @@ def run_server(
         loop = asyncio.get_running_loop()
         failure: list[PacelineError] = []
         server: Server | None = None
+        resources = contextlib.ExitStack()
 
+        moves: BucketMoves | None = None
         ended = False
 
         def end(error: PacelineError | None) -> None:
@@ -157,6 +166,8 @@ def run_server(
 
         def handle_notice(notice: msgspec.Struct) -> None:
             if isinstance(notice, messages.View):
+                if moves is not None:
+                    moves.take(notice.groups)
                 if server is not None:
                     loop.call_soon_threadsafe(server.view_changed, notice)
             elif isinstance(notice, messages.Ended):
@@ -222,12 +233,16 @@ def run_server(
                 pulse.patience_s = _PATIENCE * welcome.heartbeat_s
                 server.joined(joined, welcome.heartbeat_s)
                 server.view_changed(welcome.view)
+                moves = resources.enter_context(BucketMoves(welcome.incarnation))
+                moves.take(welcome.view.groups)
                 if on_ready is not None:
                     on_ready(welcome.rank, listener.endpoint)
                 await stop.wait()
                 if not (ended or failure or with_parent):
+                    moves.is_leaving = True
                     await _drain(link, stop, on_leaving)
             finally:
+                resources.close()
                 server.close()
                 await listener.close()
         finally:
@@ -235,6 +250,37 @@ def run_server(
         raise_failure()
 
     _run(serve, with_parent, fail)
+
+
+class BucketMoves(Closing):
+    """Shows how many buckets a server has copied from other servers, or has moved to them before it leaves."""
+
+    def __init__(self, server: int) -> None:
+        """`server` is the server's incarnation."""
+        self._server = server
+        self._total = 0
+        self._work: WorkProgress | SilentWork | None = None
+        self.is_leaving = False
+
+    def take(self, groups: Sequence[ChainGroup]) -> None:
+        """Show the progress in the groups of a new view."""
+        held = sum(group.buckets.bit_count() for group in groups if self._server in group.members)
+        copied = sum(group.buckets.bit_count() for group in groups if self._server == group.filling)
+        if self._work is None and (copied or self.is_leaving):
+            self._total = held + copied
+            title = "moving buckets to other servers" if self.is_leaving else "copying buckets from other servers"
+            self._work = start_work(title, self._total, "buckets").__enter__()
+        if self._work is not None:
+            self._work.update(self._total - held if self.is_leaving else held)
+        if not copied and not self.is_leaving:
+            self.close()
+
+    @override
+    def close(self) -> None:
+        """End the display."""
+        if self._work is not None:
+            self._work.close()
+            self._work = None
 
 
 def _recorded(handler: Handler) -> Handler:

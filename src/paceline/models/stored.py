@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ModelError
+from paceline.observe.work import track
 from paceline.protocol.buckets import bucket_set
 from paceline.storage.format import MANIFEST, StoredTable
 from paceline.storage.model_directory import SavedModel, fill_store, read_model
@@ -32,6 +33,10 @@ class StoredModel:
 
     def records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
         """Yield the keys and records of a table, and verify checksums."""
+        title = f"loading table {table.spec.name}"
+        yield from track(self._records(table), title, table.rows, "rows", lambda piece: len(piece[0]))
+
+    def _records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
         if self.saved is not None:
             yield from self.saved.records(table)
             return

@@ -1,14 +1,19 @@
-"""Show the progress of a training: as a live line on a terminal, otherwise as plain lines at intervals."""
+"""Show the progress of a training or of other long work as one live line of a terminal.
+
+A training that has no terminal prints plain lines at intervals.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, Final
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -23,6 +28,10 @@ _BAR_CELLS = 20
 _LEAST_BAR_CELLS = 6
 _GAP = "  "
 _SAMPLES_A_WINDOW = 50
+_DELAY_S: Final = 0.5
+"""Work that ends within this time shows nothing."""
+_LEAST_FRACTION: Final = 0.02
+"""The remaining time is unknown before this part of the work is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +86,155 @@ class RateMeter:
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
 
-class TrainingProgress(Closing):
+class _Shown(Closing):
+    """A part of the work with a line. The terminal shows the line of the part that began last."""
+
+    def __init__(self, console: Console | None, clock: Callable[[], float]) -> None:
+        self._console = Console(stderr=True) if console is None else console
+        self._clock = clock
+        self._start_s = 0.0
+        self._first: tuple[float, float] | None = None
+        """Time and fraction at the first call of :meth:`remaining`."""
+
+    @property
+    @abstractmethod
+    def fraction(self) -> float | None:
+        """The finished part of the work, from 0 to 1; None if it is unknown."""
+
+    @abstractmethod
+    def parts(self) -> list[tuple[int, str]]:
+        """Return the parts of the line in order, each with a rank. A narrow line drops high ranks first."""
+
+    def remaining(self) -> list[tuple[int, str]]:
+        """Return the remaining time, if it can be computed, and otherwise the time since the start."""
+        time_s, fraction = self._clock(), self.fraction
+        if fraction is not None:
+            if self._first is None:
+                self._first = time_s, fraction
+            first_s, first = self._first
+            done = fraction - first
+            if done >= _LEAST_FRACTION and fraction < 1:
+                return [(3, f"{format_duration((time_s - first_s) * (1 - fraction) / done)} left")]
+        return [(3, format_duration(time_s - self._start_s))]
+
+    def _show(self, **options: Any) -> None:
+        """Show the line from now on, above the earlier ones."""
+        global _live
+        _shown.append(self)
+        if _live is None:
+            _live = Live(_Line(), console=self._console, **options)
+            _live.start(refresh=True)
+        else:
+            _live.refresh()
+
+    def _hide(self) -> None:
+        global _live
+        if self in _shown:
+            if len(_shown) == 1 and _live is not None:
+                _live.stop()
+                _live = None
+            _shown.remove(self)
+
+    @property
+    def _is_terminal(self) -> bool:
+        return self._console.is_terminal and not self._console.is_dumb_terminal
+
+
+_shown: list[_Shown] = []
+_live: Live | None = None
+
+
+class WorkProgress(_Shown):
+    """The progress of some work of a command. Nothing is printed if standard error is not a terminal.
+
+    Work that ends soon shows nothing, and the line disappears at the end.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: float | None = None,
+        unit: str = "",
+        *,
+        count: Callable[[], float] | None = None,
+        in_background: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create the progress of `total` units, such as rows; None if the number is unknown.
+
+        `count`, if given, returns the number of finished units. Without `in_background`, only calls redraw the line,
+        because a thread would disturb a measurement.
+        """
+        super().__init__(console, clock)
+        self._title, self._total, self._unit, self._count = title, total, unit, count
+        self._in_background, self._is_shown = in_background, self._is_terminal
+        self._done = 0.0
+        self._fraction: float | None = None
+        self._rate = RateMeter()
+
+    @override
+    def __enter__(self) -> Self:
+        self._start_s = self._clock()
+        if self._count is not None:
+            self._draw()
+        return self
+
+    @override
+    def close(self) -> None:
+        self._is_shown = False
+        self._hide()
+
+    def update(self, done: float, *, fraction: float | None = None, title: str | None = None) -> None:
+        """Set the number of finished units. It costs little time. `fraction` is the finished part, without a total."""
+        self._done, self._fraction = done, fraction
+        self._title = self._title if title is None else title
+        if self._is_shown and self._clock() - self._start_s >= _DELAY_S:
+            self._draw()
+
+    def show(self, title: str) -> None:
+        """Begin the next unit of work, with this title."""
+        self._done += bool(self in _shown)
+        self._title = title
+        self._draw()
+
+    def aside(self, write: Callable[[], None]) -> None:
+        """Call `write`, whose output appears above the line if both use the same terminal."""
+        if _live is None:
+            write()
+            return
+        _live.stop()
+        write()
+        _live.start(refresh=True)
+
+    @property
+    @override
+    def fraction(self) -> float | None:
+        if self._fraction is None and self._total:
+            return min((self._done if self._count is None else self._count()) / self._total, 1.0)
+        return self._fraction
+
+    @override
+    def parts(self) -> list[tuple[int, str]]:
+        fraction, unit = self.fraction, self._unit and f" {self._unit}"
+        parts = [(0, self._title)]
+        if fraction is not None:
+            parts.append((1, f"{int(100 * fraction):3}%"))
+        if unit:
+            self._rate.add(self._clock(), self._done)
+            parts += [(4, f"{format_count(int(self._done))}{unit}"), (2, format_rate(self._rate.per_s, unit))]
+        return parts + self.remaining()
+
+    def _draw(self) -> None:
+        if not self._is_shown:
+            return
+        if self not in _shown:
+            self._show(auto_refresh=self._in_background, transient=True, redirect_stdout=False, redirect_stderr=False)
+        elif not self._in_background and _live is not None:
+            _live.refresh()
+
+
+class TrainingProgress(_Shown):
     """Shows snapshots of training during its ``with`` block. Thread-safe.
 
     On a terminal one line is redrawn in place, truncated to the width. Otherwise (a file, a pipe, a dumb terminal) a
@@ -94,52 +251,50 @@ class TrainingProgress(Closing):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a display on `console`; None means standard error."""
-        self._console = Console(stderr=True) if console is None else console
+        super().__init__(console, clock)
         self._enabled = enabled
         self._plain_every_s = plain_every.total_seconds()
-        self._clock = clock
         self._lock = threading.Lock()
         self._snapshot: ProgressSnapshot | None = None
-        self._shown_s = self._start_s = 0.0
-        self._live: Live | None = None
+        self._shown_s = 0.0
+        self._is_live = False
 
     @override
     def __enter__(self) -> Self:
         self._start_s = self._shown_s = self._clock()
-        if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(
-                _Line(self),
-                console=self._console,
-                refresh_per_second=4,
-                # Print terminal output above the line; leave redirected output in its file.
-                redirect_stdout=sys.stdout.isatty(),
-            )
-            self._live.start(refresh=True)
+        if self._enabled and self._is_terminal:
+            self._is_live = True
+            # Print terminal output above the line; leave redirected output in its file.
+            self._show(refresh_per_second=4, redirect_stdout=sys.stdout.isatty())
         return self
 
     @override
     def close(self) -> None:
         with self._lock:
             self._enabled = False
-        if self._live is not None:
-            self._live.stop()
+        self._hide()
 
     def update(self, snapshot: ProgressSnapshot) -> None:
         """Show a snapshot. It may be called frequently, because it costs little time."""
         with self._lock:
             self._snapshot = snapshot
-            if not self._enabled or self._live is not None:
+            if not self._enabled or self._is_live:
                 return
             if self._clock() - self._shown_s >= self._plain_every_s:
                 self._shown_s = self._clock()
-                self._console.out(_GAP.join(part for _, part in self._parts(snapshot)).strip(), highlight=False)
+                self._console.out(_GAP.join(part for _, part in self.parts()).strip(), highlight=False)
 
-    def _parts(self, snapshot: ProgressSnapshot | None) -> list[tuple[int, str]]:
-        """Return the parts of the line in order, each with a rank. A narrow line drops high ranks first."""
-        elapsed = format_duration(self._clock() - self._start_s)
+    @property
+    @override
+    def fraction(self) -> float | None:
+        fraction = None if self._snapshot is None else self._snapshot.done_fraction
+        return None if fraction is None else min(max(fraction, 0.0), 1.0)
+
+    @override
+    def parts(self) -> list[tuple[int, str]]:
+        snapshot, fraction = self._snapshot, self.fraction
         if snapshot is None:
-            return [(0, "waiting for the first examples"), (1, elapsed)]
-        fraction = _fraction(snapshot)
+            return [(0, "waiting for the first examples"), (1, format_duration(self._clock() - self._start_s))]
         parts = [
             (
                 0,
@@ -158,29 +313,18 @@ class TrainingProgress(Closing):
             parts.append((4, f"staleness {snapshot.staleness_mean:.1f}{most}"))
         parts.append((6, f"{format_bytes(snapshot.bytes_per_s)}/s"))
         parts.append((7, f"{snapshot.workers} worker{'' if snapshot.workers == 1 else 's'}"))
-        parts.append((3, elapsed))
-        return parts
-
-
-def _fraction(snapshot: ProgressSnapshot) -> float | None:
-    fraction = snapshot.done_fraction
-    return None if fraction is None else min(max(fraction, 0.0), 1.0)
+        return parts + self.remaining()
 
 
 class _Line:
     """The live line, fitted to the terminal's current width at each refresh."""
 
-    def __init__(self, progress: TrainingProgress) -> None:
-        self._progress = progress
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        snapshot = self._progress._snapshot
-        parts = self._progress._parts(snapshot)
+        parts, fraction = _shown[-1].parts(), _shown[-1].fraction
         width = options.max_width
         while len(parts) > 1 and _num_cells(parts) > width:
             parts.remove(max(parts))
         line = Text(_GAP.join(part for _, part in parts), no_wrap=True, overflow="crop", end="")
-        fraction = None if snapshot is None else _fraction(snapshot)
         room = min(width - _num_cells(parts) - len(_GAP), _BAR_CELLS)
         if fraction is not None and room >= _LEAST_BAR_CELLS:
             line = _bar(fraction, room, options.ascii_only) + Text(_GAP) + line

@@ -19,6 +19,7 @@ import numpy as np
 
 from paceline.bench.collectives import BenchPlan, bench_collectives
 from paceline.environment import num_cores
+from paceline.observe.work import start_work
 from paceline.output_files import replacing
 from paceline.planning.links import Curve, Machine, StrategyCost
 from paceline.planning.plays import ClusterShape
@@ -75,9 +76,11 @@ def load_machine(ranks_per_node: int) -> Machine | None:
     return stored.machine if is_same else None
 
 
-def measure_machine(ranks_per_node: int, show: Callable[[str], None]) -> Machine:
-    """Measure this machine with two or more ranks, and store the result. `show` receives the current step."""
-    machine = _measure_strategies(_measure_messages(ranks_per_node, show), show)
+def measure_machine(ranks_per_node: int) -> Machine:
+    """Measure this machine with two or more ranks, and store the result."""
+    num_steps = 2 + len(_COSTS) * (1 + len(_CANDIDATES))
+    with start_work("starting", num_steps, in_background=False) as progress:
+        machine = _measure_strategies(_measure_messages(ranks_per_node, progress.show), progress.show)
     stored = StoredMachine(version=__version__, host=platform.node(), machine=machine)
     _write(_machine_file(ranks_per_node), msgspec.json.encode(stored))
     return machine

@@ -65,7 +65,7 @@ def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[St
     command, ranks = check_options(options)
     chosen = [parse_candidate(text, options.servers) for text in options.strategies.split(",")]
     shape = ClusterShape(ranks_per_node=ranks)
-    machine = find_machine(shape, show)
+    machine = find_machine(shape)
     profile, alone = profile_both(command, ranks, show)
     scenario = Scenario(profile=profile, alone=alone, machine=machine, shape=shape, servers=options.servers)
     predictions = [predict_step(scenario, candidate) for candidate in chosen]  # before the runs, which take minutes

@@ -58,18 +58,18 @@ def measure_scenario(options: ExplainOptions, show: Callable[[str], None]) -> tu
     """Measure the script and, at the first use, the machine. `show` receives the current step."""
     command, ranks = check_options(options)
     shape = shape_of(options, ranks)
-    machine = find_machine(shape, show, again=options.measure)
+    machine = find_machine(shape, again=options.measure)
     profile, alone = profile_both(command, ranks, show)
     return command, Scenario(profile=profile, alone=alone, machine=machine, shape=shape, servers=options.servers)
 
 
-def find_machine(shape: ClusterShape, show: Callable[[str], None], *, again: bool = False) -> Machine:
+def find_machine(shape: ClusterShape, *, again: bool = False) -> Machine:
     """Return the stored costs of this machine, or measure them, which takes minutes. One rank has no messages."""
     if shape.num_ranks == 1:
         return Machine(num_cores=num_cores(), ranks_per_node=1, all_reduce=Curve(((1, 0.0),)), socket_s_per_byte=0.0)
     ranks = max(shape.ranks_per_node, 2)  # messages of one rank per node are measured between two ranks here
     machine = None if again else load_machine(ranks)
-    return machine or measure_machine(ranks, show)
+    return machine or measure_machine(ranks)
 
 
 def profile_both(

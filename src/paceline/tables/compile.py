@@ -89,6 +89,11 @@ def is_compiled() -> bool:
     return all(is_cached(kernel) for kernel in KERNELS)
 
 
+def count_compiled() -> int:
+    """Return the number of :data:`KERNELS` that Numba's cache has."""
+    return sum(map(is_cached, KERNELS))
+
+
 def compile_kernels() -> None:
     """Compile all kernels for the argument types of their callers, or load them from Numba's cache."""
     compile_values()

@@ -236,6 +236,7 @@ class JobRunner:
                 num_bytes=int(state.progress.get("bytes", 0)),
                 num_workers=state.num_workers,
                 seconds=state.seconds,
+                is_taking_snapshot=self._snapshots is not None and self._snapshots.is_taking,
                 progressive=progressive_losses(state.progress, 0 if state.finished else max(state.num_workers, 1)),
             )
         )

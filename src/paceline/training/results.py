@@ -38,6 +38,7 @@ class TrainingState:
     num_bytes: int
     num_workers: int
     seconds: float
+    is_taking_snapshot: bool = False
     progressive: Sequence[ProgressiveLoss] = ()
     """The mean losses before learning in the first pass. Losses that may still change are left out."""
 

@@ -70,10 +70,15 @@ class TrainingSnapshots:
     def describe(self, **news: Any) -> None:
         self._training = {**self._training, **news}
 
+    @property
+    def is_taking(self) -> bool:
+        """Whether servers write a snapshot now."""
+        return self._snapshotter.is_taking
+
     def poll(self, state: JobState) -> None:
         """Start a snapshot if one is due, or advance the current one, without waiting."""
         try:
-            if self._snapshotter.is_taking:
+            if self.is_taking:
                 self.newest = self._snapshotter.poll() or self.newest
             elif self._is_due(state):
                 account = self._client.link.call(messages.GetAccount(job=self._job), JobAccount)

@@ -25,6 +25,7 @@ from paceline.data.guessing import ReadOptions
 from paceline.errors import DataError, UsageError
 from paceline.models.ffm import FieldAwareMachine
 from paceline.models.registry import make_model
+from paceline.observe.work import SilentWork
 from paceline.training.files.converting import Conversion, convert_data, sample_sources
 from paceline.training.files.data_files import format_of_evaluation, resolve_files, sample_data
 from paceline.training.files.describing import describe_data
@@ -392,14 +393,15 @@ def test_lists_are_unchanged_next_to_scaled_numbers(tmp_path: Path) -> None:
             assert set(model.layout.fields_of(next(dataset.batches(200))).tolist()) == {0, 1}
 
 
-def test_an_interruption_leaves_no_files(source: Path, tmp_path: Path) -> None:
-    def interrupt(num_examples: int) -> None:
+def test_an_interruption_leaves_no_files(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(progress: SilentWork, done: float, **options: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(SilentWork, "update", interrupt)
     source.write_text(csv_text(20_000))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "out", COLUMNS, on_progress=interrupt, report_s=0.0)
+        convert(source, tmp_path / "out", COLUMNS)
     assert sorted(tmp_path.iterdir()) == before
 
 

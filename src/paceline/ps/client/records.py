@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from paceline.errors import PeerError
 from paceline.kernels.dedup import split
+from paceline.observe.work import track
 from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.bounds import Natural
 from paceline.protocol.buckets import bucket_set
@@ -37,7 +38,11 @@ def save_tables(
     """
     wanted = None if names is None else set(names)
     specs = (spec for spec in client.tables() if wanted is None or spec.name in wanted)
-    return save_model(directory, ((spec, read_records(client, spec)) for spec in specs), model)
+    buckets = range(NUM_BUCKETS)
+    tables = (
+        (spec, read_records(client, spec, track(buckets, f"saving table {spec.name}", NUM_BUCKETS))) for spec in specs
+    )
+    return save_model(directory, tables, model)
 
 
 def load_tables(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from paceline.errors import ModelError, PeerError, StaleEpochError, TableMismatchError, UsageError
+from paceline.observe.work import track
 from paceline.protocol.buckets import Buckets, bucket_set, to_bytes
 from paceline.ps.client.client import Client
 from paceline.ps.client.connection import ServerConnection
@@ -83,7 +84,9 @@ class SnapshotLoading:
         if any(group.filling is not None for group in view.groups):
             return False
         try:
-            for number, table in enumerate(self._tables):
+            num_rows = sum(table.rows for table in self._tables)
+            tables = track(self._tables, "loading the snapshot", num_rows, "rows", lambda table: table.rows)
+            for number, table in enumerate(tables):
                 self._load_table(table, view.version)
                 if number >= self._num_through:
                     self._num_through = number + 1

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,25 +94,16 @@ def convert_data(
     *,
     strict: bool = False,
     feature_names: bool = False,
-    on_progress: Callable[[int], None] = lambda num_examples: None,
-    report_s: float = 0.2,
 ) -> Conversion:
-    """Write the examples of the sources to `out`, completely or not at all.
-
-    Every `report_s` seconds `on_progress` receives the number of written examples. Raises DataError.
-    """
+    """Write the examples of the sources to `out`, completely or not at all. Raises DataError."""
     prepare_kernels()
     start = time.perf_counter()
     with _written(out) as aside, contextlib.closing(DataWriter(aside)) as writer:
         scales = _find_scales(sample)
         columns = sample.columns and dataclasses.replace(sample.columns, scales=_centring(scales))
         with open_dataset(sources, sample.format, columns, strict=strict, labels="numbers") as dataset:
-            reported_s = start
             for block in cut_by_bytes(dataset.blocks(), _BLOCK_BYTES, _BLOCK_ROWS):
                 writer.append(block)
-                if time.perf_counter() - reported_s > report_s:
-                    reported_s = time.perf_counter()
-                    on_progress(writer.num_examples)
             if not writer.num_examples:
                 raise no_line_left(sources[0], "read", find_bad_lines(dataset))
             names = None
