@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import torch
-from torch.profiler import _KinetoProfile, profile
+from torch._C._autograd import _profiler_enabled
+from torch.profiler import profile
+from torch.profiler.profiler import _KinetoProfile
 
 from paceline.observe.spans.operators import OperatorFile, OperatorSpan
 
@@ -33,7 +34,7 @@ class ProfiledOperators:
 
     def begin(self) -> None:
         """Begin the profile of the timeline's steps, unless the script itself runs a profiler."""
-        if self._profiles_steps and not torch.autograd._profiler_enabled():
+        if self._profiles_steps and not _profiler_enabled():
             self._own = profile()
             self._own.start()
 
