@@ -33,8 +33,10 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
     # Set this before NumPy is loaded, because OpenBLAS threads would busy-wait on the cores that servers and workers
     # need.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from paceline.observe.work import show_progress
     from paceline.training.driver import TrainOutput, run_training
 
+    show_progress(not flags.output.quiet)
     cluster, connection, save = flags.cluster, flags.connection, flags.saving.save
     flags.filters.modules.load(flags.filters.filters, flags.filters.pull_filters)
     training = _choose_options(context, flags)

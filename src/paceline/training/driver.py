@@ -25,7 +25,6 @@ from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
 from paceline.observe.collector import Collector
 from paceline.observe.kubeflow import KubeflowStatus
 from paceline.observe.metrics import MetricValues
-from paceline.observe.work import show_progress
 from paceline.protocol import Consistency, Eventual, parse_consistency
 from paceline.ps import Client, messages
 from paceline.tables.memory.limit import MemoryLimit
@@ -128,7 +127,6 @@ def run_training(
     """
     if scheduler is None:
         options.passes.rates.check_consistency(parse_consistency(settings.consistency))
-    show_progress(not output.quiet)
     options, sample = resolve_files(options)
     display = _Display(Console(stderr=True), options, sample, output)
     display.show_files(memory_limit)

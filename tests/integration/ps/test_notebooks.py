@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import paceline
 from paceline.observe.notebooks import NotebookTable
 
+show: Callable[[NotebookTable], str] = methodcaller("_repr_html_")
+"""The method that IPython calls."""
+
 
 def rows_of(shown: NotebookTable) -> dict[str, str]:
     """Return the rows of the table that a notebook shows. The HTML must be well-formed."""
-    table = ElementTree.fromstring(shown._repr_html_())
+    table = ElementTree.fromstring(show(shown))
     assert table.findtext("caption") == type(shown).__name__
     return {row.findtext("th", ""): row.findtext("td", "") for row in table.iter("tr")}
 
@@ -25,7 +30,7 @@ def test_a_cluster_and_its_tables() -> None:
             table = client.sparse_table("<b>&'w'</b>", dim=16, update=paceline.Adagrad(lr=0.1))
             found = rows_of(table)
             assert (found["name"], found["shape"], found["place"]) == ("<b>&'w'</b>", "dim 16", "on 2 servers")
-            assert "<b>" not in table._repr_html_()
+            assert "<b>" not in show(table)
             assert found["update"] == repr(paceline.Adagrad(lr=0.1))
             assert rows_of(client)["tables"] == "<b>&'w'</b>"
             assert repr(client).endswith(", 2 servers, eventual, tables <b>&'w'</b>>")
