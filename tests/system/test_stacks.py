@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.free_ports import two_free_ports
 from tests.warm.processes import RANKS
 
-from .running import Commands, Running
+from .running import Commands, Running, wait_until
 
 _HANG = """
 import sys, time
@@ -143,3 +144,46 @@ def test_bad_input(words: list[str], status: int, expected: str, paceline: Comma
     assert finished.err.startswith("paceline: ")
     assert expected in finished.err
     assert finished.err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server"])
+def test_the_processes_of_all_nodes(with_torch: Commands, tmp_path: Path, strategy: str) -> None:
+    port = two_free_ports()
+    with_torch.environment["PACELINE_TOKEN"] = "a token for tests"
+    command = ["run", "--nnodes", "2", "--nproc-per-node", "2", "--strategy", strategy]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    script, seconds = _script(tmp_path, _HANG), "100"
+    nodes = [with_torch.start(*command, "--node-rank", str(node), script, seconds) for node in range(2)]
+    nodes[1].wait_line("hangs")
+    for _ in range(30):
+        out = with_torch.succeed("stacks", f"127.0.0.1:{port + 1}").out
+        if "ranks 0-1, 3" in out and "in load" in out:
+            break
+    blocks = _blocks(out)
+    assert "dist.all_reduce(x)" in blocks["ranks 0-1, 3"]
+    assert "in load: time.sleep(600)" in blocks["rank 2"]
+    assert ("scheduler" in blocks) == (strategy == "parameter-server")
+    nodes[1].kill()
+    found = with_torch.run("stacks", f"127.0.0.1:{port + 1}")
+    assert "no answer from the launcher on " in found.err or "rank 2" not in found.out
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_cluster_by_hand(paceline: Commands, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    scheduler = paceline.start("scheduler", "--port", "0", "--token-file", token)
+    address = scheduler.wait_line("listening on ").split()[-1].removeprefix("tcp://")
+    server = paceline.start("server", "--scheduler", address, "--token-file", token)
+    server.wait_line("listening on ")
+    wait_until(
+        lambda: {"scheduler", "server 0"} <= _blocks(paceline.run("stacks", address, "--token-file", token).out).keys(),
+        "the processes do not answer",
+    )
+    found = paceline.run("stacks", address, "--token-file", token, "--flight-recorder", "x")
+    assert (found.status, found.err.count("\n")) == (2, 1)
+    scheduler.signal(signal.SIGINT)
+    assert scheduler.wait().status == 0
+    assert server.wait().status == 0
+    gone = paceline.run("stacks", address, "--token-file", token)
+    assert (gone.status, gone.err.count("\n")) == (1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def scheduler(
             note = functools.partial(_note_event, collector)
 
         def report_ready(endpoint: Endpoint) -> None:
-            _watch("scheduler", str(endpoint.tcp))
+            _watch("scheduler", str(endpoint.tcp), token, security)
             typer.echo(f"paceline scheduler: listening on {endpoint}")
             if collector is not None:
                 from paceline.launch.cluster_metrics import ClusterMetrics
@@ -155,7 +156,7 @@ def server(
     joining = _prepare_to_join("server", scheduler, token_file, tls.load(), wait)
 
     def on_ready(own: int, endpoint: Endpoint) -> None:
-        _watch(f"server {own}", joining.scheduler)
+        _watch(f"server {own}", joining.scheduler, joining.token, joining.tls)
         typer.echo(f"paceline server {own}: listening on {endpoint}")
 
     run_server(
@@ -193,7 +194,7 @@ def worker(
     joining = _prepare_to_join("worker", scheduler, token_file, tls.load(), wait)
 
     def on_ready(own: int) -> None:
-        _watch(f"worker {own}", joining.scheduler)
+        _watch(f"worker {own}", joining.scheduler, joining.token, joining.tls)
         typer.echo(f"paceline worker {own}: joined the cluster at {joining.scheduler}")
 
     run_worker(
@@ -248,14 +249,17 @@ def coordinator(
     )
 
 
-def _watch(name: str, scheduler: str) -> None:
-    """Let ``paceline stacks`` find this process."""
+def _watch(name: str, scheduler: str, token: str, tls: TLS | None) -> None:
+    """Let ``paceline stacks`` find this process, also from other machines."""
+    from paceline.launch.job_agent import JobAgent, JobPlace
     from paceline.observe.stuck.jobs import start_job
     from paceline.observe.stuck.processes import watch
+    from paceline.transport import Address
 
     job = start_job(scheduler)
     if job is not None:
         watch(name, job.folder)
+        atexit.register(JobAgent.start(JobPlace(Address.parse(scheduler), token, tls), job.folder).close)
 
 
 def _note(text: str) -> None:

@@ -13,8 +13,8 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeAlias
 
 import msgspec
 from typing_extensions import override
@@ -33,6 +33,9 @@ _VARIABLE: Final = "PACELINE_METRICS"
 _MAX_EVENTS: Final = 200
 _MAX_OPEN_EXCHANGES: Final = 1024
 _MAX_RANKS: Final = 1 << 16
+
+AgedReport: TypeAlias = tuple[RankReport, float]
+"""A report, and the seconds since its arrival."""
 
 _decode = msgspec.msgpack.Decoder(register_type(RankReport)).decode
 
@@ -151,16 +154,40 @@ class Collector(Closing):
             report = _decode(datagram)
         except msgspec.MsgspecError:
             return
+        self._add(report, 0.0)
+
+    def reports(self) -> list[AgedReport]:
+        """Return the last report of each rank, for the collector of another machine.
+
+        The reports have no arrivals, because machines have different clocks.
+        """
+        with self._lock:
+            time_s, found = self._clock(), list(self._reports.values())
+        return [(msgspec.structs.replace(report, arrivals=()), time_s - seen_s) for report, seen_s in found]
+
+    def add_reports(self, reports: Sequence[AgedReport]) -> None:
+        """Process the :meth:`reports` of another machine."""
+        for report, age_s in reports:
+            self._add(report, age_s)
+
+    def has_last_reports(self, *, of_all_machines: bool) -> bool:
+        """Return whether each known rank, or each rank of the run, has sent its last report, or no rank reports."""
+        with self._lock:
+            reports = [report for report, _ in self._reports.values()]
+        num_ranks = max((report.world_size for report in reports), default=0) if of_all_machines else len(reports)
+        return len(reports) >= num_ranks and all(report.is_last for report in reports)
+
+    def _add(self, report: RankReport, age_s: float) -> None:
         if not 0 <= report.rank < _MAX_RANKS:
             return
         with self._lock:
             before, _ = self._reports.get(report.rank, (report, 0.0))
             if before.process != report.process:
                 self._events.append((self._clock(), f"rank {report.rank} has a new process"))
-            if report.rank in self._silent:
+            if report.rank in self._silent and age_s < SILENT_S:
                 self._silent.remove(report.rank)
                 self._events.append((self._clock(), f"rank {report.rank} reports again"))
-            self._reports[report.rank] = report, self._clock()
+            self._reports[report.rank] = report, self._clock() - age_s
             for rank, last, seconds in self._exchange_times.add(report):
                 self._values.add("paceline_wait_seconds_total", seconds, str(rank), str(last))
 

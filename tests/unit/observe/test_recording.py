@@ -148,6 +148,26 @@ def test_a_rank_that_has_ended_is_not_silent(recorder: Recorder, clock: Clock) -
     assert [text for _, text in collector.recent_events()] == ["rank 1 has sent no report for 5 s"]
 
 
+def test_a_collector_has_the_ranks_of_another_machine(recorder: Recorder, clock: Clock) -> None:
+    there, here = Collector(clock=clock), Collector(clock=clock)
+    recorder.add("paceline_examples_total", 5)
+    recorder.arrive()
+    there.receive(msgspec.msgpack.encode(recorder.report()))
+    clock.time_s += 3.0
+    here.add_reports(there.reports())
+    samples = here.samples()
+    assert samples["paceline_examples_total"] == {("1",): 5.0}
+    assert samples["paceline_rank_last_seen_seconds"] == {("1",): 3.0}
+    assert [report.arrivals for report, _ in here.reports()] == [()]
+    assert not here.has_last_reports(of_all_machines=False)
+    there.receive(msgspec.msgpack.encode(recorder.report(is_last=True)))
+    here.add_reports(there.reports())
+    assert here.has_last_reports(of_all_machines=False)
+    assert not here.has_last_reports(of_all_machines=True)  # rank 0 has sent none
+    here.receive(msgspec.msgpack.encode(Recorder(rank=0, world_size=2, clock=clock).report(is_last=True)))
+    assert here.has_last_reports(of_all_machines=True)
+
+
 def test_nothing_is_recorded_without_a_launcher() -> None:
     assert recording.recorder is None
     batches = iter([1])

@@ -5,6 +5,7 @@ Each rank has its own process group.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -28,6 +29,10 @@ from paceline.launch.supervisor import Child, Supervisor, spawn
 from paceline.observe.spans.timeline import TimelineTask
 from paceline.observe.stuck.jobs import LaunchedJob, start_job
 from paceline.observe.stuck.torch_files import check_directory, write_torch_files
+
+if TYPE_CHECKING:
+    from paceline.launch.run.setup import Setup
+    from paceline.observe.collector import Collector
 
 _END_S = 1.0
 
@@ -158,10 +163,19 @@ class RunJob(Closing):
                 job.variables["PACELINE_TIMELINE_OPERATORS"] = "1"
         return cls(job, options.flight_recorder, timeline)
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the job; None if it cannot be created."""
-        return None if self._job is None else self._job.folder
+    def start_agent(
+        self,
+        stack: contextlib.ExitStack,
+        setup: Setup,
+        layout: Layout,
+        scheduler: str | None,
+        collector: Collector | None,
+    ) -> None:
+        """On several nodes, let ``paceline stacks`` and the launcher of node 0 reach this launcher."""
+        if self._job is not None and (setup.share is not None or layout.world_size > len(layout.ranks)):
+            from paceline.launch.run.agent import start_agent
+
+            start_agent(stack, setup, layout, self._job.folder, scheduler, collector)
 
     def variables(self) -> dict[str, str]:
         """Return the variables of the ranks."""

@@ -30,7 +30,14 @@ from paceline.launch.run.plan import (
     plan_ranks,
 )
 from paceline.launch.run.processes import Rank, RankProcesses, RunJob
-from paceline.launch.run.setup import PATIENCE_S, Setup, coordinator_address, find_placement, plan_cluster, plan_node
+from paceline.launch.run.setup import (
+    PATIENCE_S,
+    Setup,
+    coordinator_address,
+    find_placement,
+    plan_cluster,
+    plan_node,
+)
 from paceline.launch.run.streams import check_log_dir
 from paceline.launch.screen import Screen
 from paceline.protocol import Accept, parse_stale_policy
@@ -129,6 +136,7 @@ def run_script(options: RunOptions, num_wanted: Callable[[], int] | None = None)
             from paceline.launch.cluster_metrics import ClusterMetrics
 
             stack.enter_context(ClusterMetrics.start(SocketTransport(setup.token, tls=setup.tls), scheduler, collector))
+        job.start_agent(stack, setup, setup.layout, scheduler, collector)
         status = _run_ranks(options, setup, setup.layout, job, filters, pull_filters, scheduler, servers, num_wanted)
         job.finish(has_failed=status != 0)
         if status == 0 and servers is not None:

@@ -265,9 +265,12 @@ def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
     )
 
 
-def coordinator_address(layout: Layout) -> Address:
-    """Return the address of an elastic training's coordinator; on node 0, the address to bind."""
-    address = Address("tcp", layout.master_addr, layout.master_port)
+def coordinator_address(layout: Layout, *, offset: int = 0) -> Address:
+    """Return the address of an elastic training's coordinator; on node 0, the address to bind.
+
+    `offset` is added to the port, for another service of node 0.
+    """
+    address = Address("tcp", layout.master_addr, layout.master_port + offset)
     return address if layout.node else _bindable(address)
 
 

@@ -92,7 +92,7 @@ def _describe_operations(states: Sequence[ProcessState]) -> list[str]:
 
 def _activity(state: ProcessState) -> _Activity | None:
     """Return the operation that runs longest, or the last operation; None if the process has made none."""
-    time_ns = time.time_ns()
+    time_ns = state.time_ns or time.time_ns()
     running = [event for event in state.events if event.end_ns == 0]
     if running:
         event = running[0]
@@ -158,10 +158,26 @@ def _format_frame(frame: StackFrame) -> str:
         folders = (str(Path(__file__).parents[3]) + os.sep, *_LIBRARIES)
         place = place.removeprefix(next((folder for folder in folders if place.startswith(folder)), ""))
     else:
-        source = linecache.getline(frame.file, frame.line).strip()
+        source = frame.source or linecache.getline(frame.file, frame.line).strip()
         with contextlib.suppress(ValueError, OSError):
             place = str(Path(place).relative_to(Path.cwd()))
     return f"{place}, line {frame.line}, in {frame.function}" + (f": {source}" if source else "")
+
+
+def without_files(state: ProcessState) -> ProcessState:
+    """Return a state that another machine can show: it has the lines of files, and only the events that are shown."""
+    threads = {
+        thread: tuple(
+            frame if _is_library(frame) else frame._replace(source=linecache.getline(frame.file, frame.line).strip())
+            for frame in frames
+        )
+        for thread, frames in state.threads.items()
+    }
+    last = max(state.events, key=lambda event: abs(event.end_ns), default=None)
+    events = [event for event in state.events if event.end_ns == 0 or event is last]
+    numbers = {event.operation.group for event in events}
+    groups = {number: group for number, group in state.groups.items() if number in numbers}
+    return state._replace(threads=threads, events=events, groups=groups)
 
 
 def _format_process(state: ProcessState) -> list[str]:

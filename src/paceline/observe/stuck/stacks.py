@@ -26,6 +26,8 @@ class StackFrame(NamedTuple):
     file: str
     line: int
     function: str
+    source: str = ""
+    """The line of the file, if the process is on another machine."""
 
 
 class ProcessState(NamedTuple):
@@ -38,6 +40,8 @@ class ProcessState(NamedTuple):
     """The reason for a missing stack; empty if there is a stack."""
     events: list[RecordedEvent]
     groups: dict[int, RecordedGroup]
+    time_ns: int = 0
+    """The time of the collection, in nanoseconds since 1970 by the clock of the process's machine."""
 
     @property
     def main_stack(self) -> tuple[StackFrame, ...]:
@@ -106,7 +110,7 @@ def _state(process: WatchedProcess, folder: Path, problem: str, text: str) -> Pr
     if not problem and process.main_thread not in threads:
         problem = f"it did not answer within {_PATIENCE_S:g} s (process {process.pid})"
     events, groups = read_recorder(process, folder)
-    return ProcessState(process, threads, problem, events, groups)
+    return ProcessState(process, threads, problem, events, groups, time.time_ns())
 
 
 def read_recorder(
