@@ -12,6 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from paceline.errors import UsageError
+
+USER_FOLDER: Final = Path(".cache", "paceline")
+"""The folder in a user's home for keys and stored measurements."""
 _OPEN_DESCRIPTORS: Final = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
@@ -34,6 +38,21 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(aside, target)
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming_output(option: str, path: Path) -> Iterator[None]:
+    """Raise UsageError with the option of an output file instead of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror or error}. Choose another path") from None
+
+
+def check_output(option: str, path: Path) -> None:
+    """Create an output file now, so that a wrong path is reported at the start. Raises UsageError."""
+    with naming_output(option, path):
+        path.open("ab").close()
 
 
 def process_mark() -> str:

@@ -103,12 +103,16 @@ def test_explain(commands: Commands) -> None:
 @pytest.mark.thorough
 def test_compare_and_explain(commands: Commands) -> None:
     strategies = "all-reduce,parameter-server:eventual"
-    words = ["compare", "--json", "--steps", "12", "--strategies", strategies, "train.py", "100"]
+    words = ["compare", "--json", "--steps", "12", "--strategies", strategies, "--report", "page.html"]
+    words += ["train.py", "100"]
     found = [parse_json(f"{line}\n") for line in commands.succeed(*words).out.splitlines()]
     assert [line["strategy"] for line in found] == strategies.split(",")
     for line in found:
         assert line["error"] == pytest.approx(line["predicted_s"] / line["measured_s"] - 1)
         assert len(line["losses"]) == 12
+        assert RANKS == 1 or line["step_bytes"] == pytest.approx(2 * 10052, rel=0.25)
+    assert [line["staleness"] is None for line in found] == [True, False]
+    assert "Loss against time" in (commands.folder / "page.html").read_text()
     link = ["--nodes", "4", "--link", "1Gbit", "--latency", "20us"]
     of_nodes = commands.succeed("explain", "--json", *link, "train.py", "100").json
     assert of_nodes["link"] == pytest.approx({"bytes_per_s": 1.25e8, "latency_s": 2e-5})
@@ -121,6 +125,15 @@ def test_compare_and_explain(commands: Commands) -> None:
     measured = {line["strategy"]: line["measured_s"] for line in explained["strategies"]}
     assert [measured[line["strategy"]] for line in found] == [line["measured_s"] for line in found]
     assert measured["sharded"] is None
+
+
+@pytest.mark.thorough
+def test_compare_to_a_target_loss(commands: Commands) -> None:
+    """All ranks end two steps after the first one that has ten losses of at most 1,000 on average."""
+    words = ["compare", "--json", "--target-loss", "1000", "--strategies", "all-reduce", "train.py", "100"]
+    (found,) = [parse_json(f"{line}\n") for line in commands.succeed(*words).out.splitlines()]
+    assert len(found["losses"]) == 12
+    assert found["reached"][1] == 10 * 8 * RANKS
 
 
 @pytest.mark.thorough

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
+import threading
 from functools import partial
 
 import typer
 
 from paceline.launch.run.options import RunOptions
+from paceline.output_files import check_output
 from paceline.planning.options import CompareOptions, ExplainOptions, SimulateOptions
 
 from .parameters import expand_flags
@@ -43,24 +46,35 @@ def explain(options: ExplainOptions) -> None:
 def compare(options: CompareOptions) -> None:
     """Run a PyTorch script under several strategies on this machine, and compare predictions with measurements.
 
-    Each strategy runs for --steps steps. 'paceline explain' shows the results too.
+    Each strategy runs for --steps steps, or until --target-loss. 'paceline explain' shows the results too.
 
     Example: paceline compare --strategies all-reduce,parameter-server:bounded:4 train.py
+
+    Example: paceline compare --target-loss 0.2 --report comparison.html train.py
     """
     from rich.console import Console
 
+    from paceline.observe.plots import write_page
     from paceline.observe.work import start_work
     from paceline.planning import comparing
 
-    comparisons = []
-    with start_work("starting", 2 + len(options.strategies.split(",")), in_background=False) as progress:
-        for comparison in comparing.compare(options, progress.show):
-            comparisons.append(comparison)
-            if options.json:
-                line = json_module.dumps(comparing.comparison_as_json(comparison))
-                progress.aside(partial(typer.echo, line))
-    if not options.json:
-        comparing.show_comparisons(Console(highlight=False), comparisons)
+    if options.report is not None:
+        check_output("--report", options.report)
+    comparisons: list[comparing.StepComparison] = []
+    try:
+        with start_work("starting", 2 + len(options.strategies.split(",")), in_background=False) as progress:
+            for comparison in comparing.compare(options, progress.show):
+                comparisons.append(comparison)
+                if options.json:
+                    line = json_module.dumps(comparing.comparison_as_json(comparison, options.target_loss))
+                    progress.aside(partial(typer.echo, line))
+    finally:  # also the strategies before one that failed
+        if comparisons and not options.json:
+            comparing.show_comparisons(Console(highlight=False), comparisons, options.target_loss)
+        if comparisons and options.report is not None:
+            title = " ".join(["paceline compare", options.script or "", *(options.arguments or ())])
+            status = f"{len(comparisons[0].records)} ranks on this machine"
+            write_page(options.report, title, status, comparing.page_of(comparisons, options.target_loss))
 
 
 @expand_flags
@@ -69,18 +83,39 @@ def simulate(options: SimulateOptions) -> None:
 
     The efficiency is the speed of all ranks together, divided by the speed of equally many independent ranks.
 
+    Example: paceline simulate --nodes 2..10000 --stragglers 0.01 --mtbf 2000h --report scaling.html
+
     Example: paceline simulate --model vgg16 --nodes 2..512 --nproc-per-node 4 --link 25Gbit
     """
     from rich.console import Console
 
+    from paceline.observe.plots import page_bytes, write_page
     from paceline.planning import simulating
 
+    if options.report is not None:
+        check_output("--report", options.report)
     found = simulating.simulate(options)
     if options.json:
         for line in simulating.simulation_as_json(found):
             typer.echo(json_module.dumps(line))
     else:
         simulating.show_simulation(Console(highlight=False), found, options)
+    title, status = "paceline simulate", simulating.describe_simulation(options)
+    if options.report is not None:
+        write_page(options.report, title, status, simulating.page_of(found, options))
+    if options.dashboard is not None:
+        _serve(options.dashboard, page_bytes(title, status, simulating.page_of(found, options)))
+
+
+def _serve(place: str, content: bytes) -> None:
+    """Serve a page until Ctrl-C."""
+    from paceline.observe.dashboard import add_pages
+    from paceline.observe.web import Page, WebServer
+
+    with WebServer.start(place, "--dashboard") as server, contextlib.suppress(KeyboardInterrupt):
+        address = add_pages(server, {"/": lambda: Page(content, "text/html; charset=utf-8")})
+        typer.echo(f"paceline simulate: dashboard at {address}. Press Ctrl-C to end", err=True)
+        threading.Event().wait()
 
 
 def choose(options: RunOptions) -> RunOptions:

@@ -15,10 +15,9 @@ import numpy as np
 
 from paceline.errors import UsageError
 from paceline.kernels.combine import DTYPES
+from paceline.observe.stuck.recorder import item_bytes
 
-_ITEM_BYTES = {"bfloat16": 2, "bool": 1} | {
-    name: np.dtype(name).itemsize for name in DTYPES if name not in ("bfloat16", "bool")
-}
+_ITEM_BYTES = {name: item_bytes(name) for name in DTYPES}
 _NAMES = {f"torch.{name}": name for name in DTYPES} | {name: name for name in DTYPES}
 _NUMPY_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.errors import UsageError
+from paceline.output_files import USER_FOLDER
 from paceline.transport.security.authentication import check_token, join_fields
 
 _FILE: Final = "key"
@@ -61,14 +62,14 @@ def job_token(job: str) -> str:
     Raises UsageError if the user has no home folder.
     """
     user = os.getuid() if hasattr(os, "getuid") else 0
-    return derive_token(_key_in((_home(user) / ".cache" / "paceline",)).hex(), "job", job)
+    return derive_token(_key_in((_home(user) / USER_FOLDER,)).hex(), "job", job)
 
 
 def _key_in(places: Sequence[Path]) -> bytes:
     """Return the key in the first of the folders that is private. Create the folder and the key if they are missing."""
     for folder in places:
         try:
-            folder.mkdir(mode=0o700, parents=folder.parent.name == ".cache", exist_ok=True)
+            folder.mkdir(mode=0o700, parents=folder.parts[-2:] == USER_FOLDER.parts, exist_ok=True)
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and _is_private(found):
                 return _read_or_make(folder)
@@ -88,7 +89,7 @@ def folders(runtime_dir: Path | None) -> Iterator[Path]:
         yield runtime_dir / "paceline"
     yield Path(f"/run/user/{user}/paceline")
     with contextlib.suppress(ImportError, KeyError, RuntimeError):
-        yield _home(user) / ".cache" / "paceline"
+        yield _home(user) / USER_FOLDER
     yield Path(tempfile.gettempdir()) / f"paceline-{user}"
 
 

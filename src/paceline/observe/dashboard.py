@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from typing_extensions import override
 
-from paceline.errors import UsageError
 from paceline.observe.collector import MetricSink
 from paceline.observe.history import RunHistory
 from paceline.observe.metrics import Samples
 from paceline.observe.web import Page, WebRequest, WebServer
-from paceline.output_files import replacing
+from paceline.output_files import check_output, replacing
 
 _PAGE: Final = Path(__file__).with_name("dashboard.html")
 _NO_STATE: Final = "const GIVEN = null;"
@@ -23,23 +24,26 @@ _NO_TOKEN: Final = b"Open the address that the command has printed: it contains 
 
 
 def add_dashboard(server: WebServer, history: RunHistory) -> str:
-    """Serve the page of a run and its figures (``/state``, in JSON). Return the address with the token.
-
-    Requests without the token get status 403.
-    """
-    token = secrets.token_urlsafe(16)
+    """Serve the page of a run and its figures (``/state``, in JSON). Return the address with the token."""
     content = _PAGE.read_bytes()
+    return add_pages(
+        server,
+        {
+            "/": lambda: Page(content, "text/html; charset=utf-8"),
+            "/state": lambda: Page(msgspec.json.encode(history.state()), "application/json"),
+        },
+    )
 
-    def show_page(request: WebRequest) -> Page:
-        return Page(content, "text/html; charset=utf-8") if is_allowed(request) else _refusal()
 
-    def show_state(request: WebRequest) -> Page:
-        return Page(msgspec.json.encode(history.state()), "application/json") if is_allowed(request) else _refusal()
+def add_pages(server: WebServer, pages: Mapping[str, Callable[[], Page]]) -> str:
+    """Serve pages by path. Return the address with the token; requests without it get status 403."""
+    token = secrets.token_urlsafe(16)
 
-    def is_allowed(request: WebRequest) -> bool:
-        return hmac.compare_digest(request.query.get("token", "").encode(), token.encode())
+    def show(request: WebRequest, page: Callable[[], Page]) -> Page:
+        is_allowed = hmac.compare_digest(request.query.get("token", "").encode(), token.encode())
+        return page() if is_allowed else _refusal()
 
-    server.routes |= {"/": show_page, "/state": show_state}
+    server.routes |= {path: partial(show, page=page) for path, page in pages.items()}
     return f"{server.address}/?token={token}"
 
 
@@ -63,10 +67,7 @@ class ReportFile(MetricSink):
         """Create the file now, so that a wrong path is reported at the start. Raises UsageError."""
         self._path, self._history = path, history
         self.option = f"--report {path}"
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise UsageError(f"{self.option}: {error.strerror or error}. Choose another path") from None
+        check_output("--report", path)
 
     @override
     def write(self, samples: Samples, *, is_last: bool) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import UsageError
 from paceline.observe.collector import Collector
 from paceline.observe.metrics import check_prometheus, exposition
 from paceline.observe.web import Page, WebRequest, WebServer
+from paceline.output_files import naming_output
 
 if TYPE_CHECKING:
     from paceline.observe.history import RunHistory
@@ -41,10 +41,10 @@ def open_outputs(
             from paceline.observe.files import MetricLines, TensorBoard
 
             if metrics_file is not None:
-                with _naming("--metrics-file", metrics_file):
+                with naming_output("--metrics-file", metrics_file):
                     collector.add_sink(MetricLines(metrics_file))
             if tensorboard is not None:
-                with _naming("--tensorboard", tensorboard):
+                with naming_output("--tensorboard", tensorboard):
                     collector.add_sink(TensorBoard(tensorboard))
         history: RunHistory | None = None
         if dashboard is not None or report is not None:
@@ -76,11 +76,3 @@ def open_outputs(
             history.collector = collector
         collector.start()
         yield collector
-
-
-@contextlib.contextmanager
-def _naming(option: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{option} {path}: {error.strerror or error}. Choose another path") from None

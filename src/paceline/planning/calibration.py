@@ -19,8 +19,12 @@ import numpy as np
 
 from paceline.bench.collectives import BenchPlan, bench_collectives
 from paceline.environment import num_cores
+<<<<<<< HEAD
 from paceline.observe.work import start_work
 from paceline.output_files import replacing
+=======
+from paceline.output_files import USER_FOLDER, replacing
+>>>>>>> 0e68ac22 (paceline compare: report as a page, staleness, traffic, target loss; paceline simulate: stragglers, failing machines, curves, page and dashboard)
 from paceline.planning.links import Curve, Machine, StrategyCost
 from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import Scenario, StrategyCandidate, predict_step
@@ -63,7 +67,7 @@ class StoredResults:
 
 def folder() -> Path:
     """Return the folder of the stored measurements: ``~/.cache/paceline``."""
-    return Path.home() / ".cache" / "paceline"
+    return Path.home() / USER_FOLDER
 
 
 def load_machine(ranks_per_node: int) -> Machine | None:

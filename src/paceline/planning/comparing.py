@@ -12,7 +12,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from paceline.observe.table import draw_bars
+from paceline.observe.plots import BarRow, Bars, PageTable, Plot, Series
+from paceline.observe.table import draw_bars, format_bytes, format_count
 from paceline.planning.calibration import key_of, load_results, store_results
 from paceline.planning.explaining import find_machine, profile_both
 from paceline.planning.options import CompareOptions
@@ -21,7 +22,10 @@ from paceline.planning.predictions import Scenario, StepPrediction, parse_candid
 from paceline.planning.scripts import check_options, measured_examples_per_s, measured_step_s
 from paceline.strategies.profile import StepRecord
 
-_CURVE_CELLS: Final = 24
+_CURVE_CELLS: Final = 12
+_PLOT_POINTS: Final = 100
+_STEPS, _MOST_STEPS = 60, 10_000
+"""Steps under each strategy: without a target loss, and at most with one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +51,39 @@ class StepComparison:
         """The prediction's relative error: positive if the prediction is too long."""
         return self.prediction.step_s / self.step_s - 1
 
+    @property
+    def batch_size(self) -> int:
+        """Examples per step of all ranks together. A pipeline's ranks read the same batch."""
+        sizes = [record.batch_size for record in self.records]
+        return sizes[0] if self.prediction.candidate.strategy == "pipeline" else sum(sizes)
+
+    @property
+    def step_bytes(self) -> float | None:
+        """The mean bytes that a rank sends and receives per step; None if they are not counted."""
+        counts = [record.step_bytes for record in self.records if record.step_bytes is not None]
+        return statistics.fmean(counts) if counts else None
+
+    @property
+    def staleness(self) -> float | None:
+        """The mean staleness of pushes to the servers, in pushes; None without servers."""
+        return next((record.staleness for record in self.records if record.staleness is not None), None)
+
+    def reached(self, target: float) -> tuple[float, int] | None:
+        """Return the seconds and the examples until a rank has reached a loss; None without one."""
+        steps = [record.reached(target) for record in self.records]
+        first = min((step for step in steps if step is not None), default=None)
+        return None if first is None else (self.records[0].ends_s[first - 1], first * self.batch_size)
+
     def losses(self) -> list[float]:
         """Return the mean loss over the ranks of each step, without steps that have no loss."""
         means = [statistics.fmean(same) for same in zip(*(record.losses for record in self.records), strict=False)]
         return [mean for mean in means if math.isfinite(mean)]
 
-    def loss_at(self, seconds: float) -> float:
-        """Return the mean loss of the last tenth of the steps until a time after the first step; NaN without losses."""
+    def loss_at(self, seconds: float = math.inf, examples: float = math.inf) -> float:
+        """Return the mean loss of the last tenth of the steps until a time or a number of examples; NaN without one."""
         losses = self.losses()
         count = sum(end_s <= seconds for end_s in self.records[0].ends_s[: len(losses)])
+        count = int(min(count, examples // self.batch_size))
         latest = losses[:count][-max(count // 10, 1) :] if count else []
         return statistics.fmean(latest) if latest else math.nan
 
@@ -69,9 +97,10 @@ def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[St
     profile, alone = profile_both(command, ranks, show)
     scenario = Scenario(profile=profile, alone=alone, machine=machine, shape=shape, servers=options.servers)
     predictions = [predict_step(scenario, candidate) for candidate in chosen]  # before the runs, which take minutes
+    steps = options.steps or (_STEPS if options.target_loss is None else _MOST_STEPS)
     for candidate, prediction in zip(chosen, predictions, strict=True):
         show(f"running {command.script} under {candidate.label} ...")
-        records = command.record(candidate, ranks, options.steps, prediction.step_s)
+        records = command.record(candidate, ranks, steps, prediction.step_s, options.target_loss)
         comparison = StepComparison(prediction=prediction, records=tuple(records))
         results = load_results()
         key = key_of(command, ranks, candidate)
@@ -81,55 +110,142 @@ def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[St
         yield comparison
 
 
-def comparison_as_json(comparison: StepComparison) -> dict[str, Any]:
-    """Return the object for ``--json``. Losses that are not finite are left out."""
+def comparison_as_json(comparison: StepComparison, target: float | None) -> dict[str, Any]:
+    """Return the object for ``--json``. Losses that are not finite are left out.
+
+    ``reached`` is the pair of seconds and examples until the target loss.
+    """
     return {
         "strategy": comparison.prediction.candidate.label,
         "predicted_s": comparison.prediction.step_s,
         "measured_s": comparison.step_s,
         "error": comparison.error,
         "examples_per_s": comparison.examples_per_s,
+        "staleness": comparison.staleness,
+        "step_bytes": comparison.step_bytes,
+        "reached": comparison.reached(target) if target is not None else None,
         "losses": comparison.losses(),
     }
 
 
-def show_comparisons(console: Console, comparisons: Sequence[StepComparison]) -> None:
-    """Print the table: prediction, measurement, error, and the losses at equal times and at equal samples."""
-    ends_s = [comparison.records[0].ends_s[-1] for comparison in comparisons]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
-    loss_time = f"loss at {min(ends_s):.2g} s"
-    for name in ("predicted ms", "measured ms", "error", "examples/s", loss_time, "at the end"):
-        table.add_column(name, justify="right")
-    for comparison in comparisons:
-        table.add_row(
-            comparison.prediction.candidate.label,
-            f"{comparison.prediction.step_s * 1e3:,.2f}",
-            f"{comparison.step_s * 1e3:,.2f}",
-            f"{comparison.error:+.0%}",
-            f"{comparison.examples_per_s:,.0f}",
-            _number(comparison.loss_at(min(ends_s))),
-            _number(comparison.loss_at(math.inf)),
+def tables_of(comparisons: Sequence[StepComparison], target: float | None) -> list[PageTable]:
+    """Return the tables: predictions beside measurements, and the losses at equal times and numbers of examples."""
+    end_s = min(comparison.records[0].ends_s[-1] for comparison in comparisons)
+    examples = min(len(comparison.records[0].ends_s) * comparison.batch_size for comparison in comparisons)
+    labels = [comparison.prediction.candidate.label for comparison in comparisons]
+    steps = PageTable(
+        title="Prediction and measurement",
+        columns=["strategy", "predicted\nms", "measured\nms", "error", "examples\n/s", "staleness", "bytes\n/step"],
+        rows=[
+            [
+                label,
+                f"{comparison.prediction.step_s * 1e3:,.2f}",
+                f"{comparison.step_s * 1e3:,.2f}",
+                f"{comparison.error:+.0%}",
+                f"{comparison.examples_per_s:,.0f}",
+                "" if comparison.staleness is None else f"{comparison.staleness:.2f}",
+                "" if comparison.step_bytes is None else format_bytes(comparison.step_bytes),
+            ]
+            for label, comparison in zip(labels, comparisons, strict=True)
+        ],
+        note=_describe_errors(comparisons),
+    )
+    if not any(comparison.losses() for comparison in comparisons):
+        return [steps]
+    columns = ["strategy", f"at\n{end_s:.2g} s", f"at {format_count(examples)}\nexamples", "at the\nend"]
+    rows = [
+        [label, *map(_number, (line.loss_at(end_s), line.loss_at(examples=examples), line.loss_at()))]
+        for label, line in zip(labels, comparisons, strict=True)
+    ]
+    if target is not None:
+        columns += [f"s to\n{target:g}", "examples"]
+        for row, comparison in zip(rows, comparisons, strict=True):
+            reached = comparison.reached(target)
+            row += ["-", "-"] if reached is None else [f"{reached[0]:.2f}", f"{reached[1]:,}"]
+    return [steps, PageTable(title="Loss", columns=columns, rows=rows)]
+
+
+def show_comparisons(console: Console, comparisons: Sequence[StepComparison], target: float | None) -> None:
+    """Print the tables, and a curve of the loss under each strategy."""
+    known = [loss for comparison in comparisons for loss in comparison.losses()]
+    for page in tables_of(comparisons, target):
+        is_loss = page.title == "Loss"
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for number, name in enumerate([*page.columns, *(["by step"] if is_loss else [])]):
+            table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
+        for row, comparison in zip(page.rows, comparisons, strict=True):
+            table.add_row(*row, *([draw_curve(comparison.losses(), min(known), max(known))] if is_loss else []))
+        if is_loss:
+            console.print(
+                f"\nloss, mean of the last tenth of the steps; bars from {min(known):.3g} to {max(known):.3g}"
+            )
+        console.print(table)
+    console.print(f"\n{_describe_errors(comparisons)}")
+
+
+def page_of(comparisons: Sequence[StepComparison], target: float | None) -> list[Plot | Bars | PageTable]:
+    """Return the sections of the report."""
+    labels = [comparison.prediction.candidate.label for comparison in comparisons]
+    steps = [
+        BarRow(f"{label}, {word}", step_s, f"{step_s * 1e3:,.2f} ms", color)
+        for label, comparison in zip(labels, comparisons, strict=True)
+        for color, (word, step_s) in enumerate(
+            (("predicted", comparison.prediction.step_s), ("measured", comparison.step_s))
         )
-    console.print(table)
-    curves = {comparison.prediction.candidate.label: comparison.losses() for comparison in comparisons}
-    known = [loss for losses in curves.values() for loss in losses]
-    if known:
-        steps = max(map(len, curves.values()))
-        console.print(f"\nloss by step, from step 1 to {steps}, between {min(known):.3g} and {max(known):.3g}")
-        width = max(map(len, curves))
-        for label, losses in curves.items():
-            console.print(f"{label:<{width}}  {draw_curve(losses, min(known), max(known))}", highlight=False)
+    ]
+    sections: list[Plot | Bars | PageTable] = [*tables_of(comparisons, target)]
+    for title, is_time in (("Loss against time", True), ("Loss against examples", False)):
+        series = [
+            _loss_series(comparison, number, is_time=is_time)
+            for number, comparison in enumerate(comparisons)
+            if comparison.losses()
+        ]
+        if series:
+            label = "seconds" if is_time else "examples of all ranks"
+            sections.append(Plot(title=title, x_label=label, series=series, format="number"))
+    sections.append(Bars(title="Step", rows=steps))
+    for title, values, show in (
+        ("Staleness", [each.staleness for each in comparisons], "{:.2f} pushes".format),
+        ("Traffic of a rank per step", [each.step_bytes for each in comparisons], format_bytes),
+    ):
+        rows = [
+            BarRow(label, value, show(value), number)
+            for number, (label, value) in enumerate(zip(labels, values, strict=True))
+            if value is not None
+        ]
+        if rows:
+            sections.append(Bars(title=title, rows=rows))
+    return sections
+
+
+def _loss_series(comparison: StepComparison, number: int, *, is_time: bool) -> Series:
+    """Return the means of consecutive losses: at most 100 points."""
+    losses = comparison.losses()
+    bounds = _bounds(len(losses), _PLOT_POINTS)
+    ends_s = comparison.records[0].ends_s
+    return Series(
+        name=comparison.prediction.candidate.label,
+        x=[ends_s[end - 1] if is_time else end * comparison.batch_size for _, end in bounds],
+        y=[statistics.fmean(losses[begin:end]) for begin, end in bounds],
+        color=number,
+    )
+
+
+def _bounds(count: int, parts: int) -> list[tuple[int, int]]:
+    bounds = [round(count * part / parts) for part in range(parts + 1)]
+    return [(begin, end) for begin, end in itertools.pairwise(bounds) if end > begin]
+
+
+def _describe_errors(comparisons: Sequence[StepComparison]) -> str:
     errors = [abs(comparison.error) for comparison in comparisons]
-    console.print(f"\nmedian error of the predictions {statistics.median(errors):.0%}, worst {max(errors):.0%}")
+    return f"median error of the predictions {statistics.median(errors):.0%}, worst {max(errors):.0%}"
 
 
 def draw_curve(values: Sequence[float], low: float, high: float) -> str:
     """Return a line of bars with the means of consecutive values, between `low` and `high`."""
-    bounds = [round(len(values) * cell / _CURVE_CELLS) for cell in range(_CURVE_CELLS + 1)]
-    means = [statistics.fmean(values[begin:end]) for begin, end in itertools.pairwise(bounds) if end > begin]
+    means = [statistics.fmean(values[begin:end]) for begin, end in _bounds(len(values), _CURVE_CELLS)]
     return draw_bars(means, low, high)
 
 
 def _number(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.4g}"
+    return "" if math.isnan(value) else f"{value:#.4g}"

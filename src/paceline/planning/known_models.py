@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Final
@@ -97,3 +98,13 @@ def varied(step_s: float, variation: float) -> tuple[float, ...]:
     variance = math.log(1 + variation**2)
     normal = NormalDist(math.log(step_s) - variance / 2, math.sqrt(variance))
     return tuple(math.exp(normal.inv_cdf((number + 0.5) / _QUANTILES)) for number in range(_QUANTILES))
+
+
+def with_stragglers(profile: ModelProfile, share: float, slowdown: float) -> ModelProfile:
+    """Return a profile in which a share of the steps takes `slowdown` times as long as the other steps."""
+    steps_s, count = profile.steps_s, round(share * _QUANTILES)
+    repeated = [steps_s[number * len(steps_s) // _QUANTILES] for number in range(_QUANTILES)]
+    stride = _QUANTILES // count if count else 0  # so that short and long steps are stragglers alike
+    slow = {stride * number for number in range(count)}
+    mixed = tuple(step_s * slowdown if number in slow else step_s for number, step_s in enumerate(repeated))
+    return replace(profile.scaled(1 + share * (slowdown - 1)), steps_s=mixed) if count else profile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.command_options import argument, option
 
@@ -42,7 +43,13 @@ class CompareOptions(ScriptOptions):
         "parameter-server:bounded:4.",
         default="all-reduce,parameter-server,parameter-server:bounded:4,sharded",
     )
-    steps: int = option("Number of measured steps under each strategy.", min=3, max=1_000_000, default=60)
+    steps: int | None = option(
+        "Measured steps under each strategy: default 60, or at most 10000 with --target-loss.", min=3, max=1_000_000
+    )
+    target_loss: float | None = option(
+        "Run each strategy until the mean loss of a rank's last ten steps is at most this number."
+    )
+    report: Path | None = option("Write a self-contained HTML page with tables and plots.", metavar="FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,5 +68,22 @@ class SimulateOptions:
     servers: int | None = option("Separate parameter servers; default one per node.", min=1)
     variation: float = option(
         "Coefficient of variation of the ranks' step times: 0.1 for a deviation of 10%.", min=0.0, max=10.0, default=0.0
+    )
+    stragglers: float = option(
+        "Share of the steps in which a rank is a straggler: 0.01 for one step of 100.", min=0.0, max=0.5, default=0.0
+    )
+    slowdown: float = option(
+        "Time of a straggler's step, divided by the time of another step.", min=1.0, max=1000.0, default=2.0
+    )
+    mtbf: str | None = option("Mean time between two failures of a machine, such as 720h; default: no failures.")
+    recovery: str = option("Time until the processes of a failed machine run again.", default="2m")
+    snapshot_every: str = option(
+        "Time between two snapshots, from which strategies that are not elastic continue after a failure.",
+        default="10m",
+    )
+    report: Path | None = option("Write a self-contained HTML page with the scaling curves.", metavar="FILE")
+    dashboard: str | None = option(
+        "Serve this page until Ctrl-C; its address is printed. PORT or HOST:PORT, by default 0: a free port.",
+        metavar="[PORT]",
     )
     json: bool = option("Print JSON.", default=False)

@@ -26,7 +26,7 @@ from paceline.launch.supervisor import Supervisor, spawn
 from paceline.planning.options import ScriptOptions
 from paceline.planning.predictions import StrategyCandidate
 from paceline.planning.waiting import without_outliers
-from paceline.strategies.profile import COPIES, STARTED, LayerProfile, ModelProfile, StepRecord, read_record
+from paceline.strategies.profile import COPIES, STARTED, TARGET, LayerProfile, ModelProfile, StepRecord, read_record
 from paceline.temporary import TemporaryFolder
 
 _PATIENCE_S: Final = 300.0
@@ -76,11 +76,18 @@ class MeasuredCommand:
             files = [place / "profile.json" for place in places]
             return _mean([read_record(file, ModelProfile) for file in files if self._is_measured(file)])
 
-    def record(self, candidate: StrategyCandidate, ranks: int, steps: int, step_s: float = 0.0) -> list[StepRecord]:
+    def record(
+        self,
+        candidate: StrategyCandidate,
+        ranks: int,
+        steps: int,
+        step_s: float = 0.0,
+        target_loss: float | None = None,
+    ) -> list[StepRecord]:
         """Run the script under a strategy for `steps` steps, and return the record of each rank.
 
-        `step_s` is the predicted step. A longer prediction allows more time. Raises UsageError and PeerError
-        like :meth:`profile`.
+        `step_s` is the predicted step. A longer prediction allows more time. With `target_loss`, the ranks end soon
+        after one of them has reached this loss. Raises UsageError and PeerError like :meth:`profile`.
         """
         ranks = 1 if candidate.strategy == "one-device" else ranks
         words = [*candidate.words(), "--nproc-per-node", str(ranks), *(["-m"] if self.is_module else [])]
@@ -88,6 +95,8 @@ class MeasuredCommand:
             words += ["--stages", str(ranks)]
         command = module_command("paceline", "run", *words, self.script, *self.arguments)
         with TemporaryFolder.make("record") as folder:
+            if target_loss is not None:
+                (folder.path / TARGET).write_text(str(target_loss))
             added = {"PACELINE_PROFILE": str(folder.path), "PACELINE_PROFILE_STEPS": str(steps)}
             self._run([command], [added], _PATIENCE_S + _SLOWER * steps * step_s)
             files = [folder.path / f"rank{rank}.json" for rank in range(ranks)]

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from paceline.environment import parse_duration
 from paceline.errors import UsageError
-from paceline.planning.known_models import find_model, varied
+from paceline.observe.plots import Bars, PageTable, Plot, Series
+from paceline.observe.table import draw_bars
+from paceline.planning.faults import MachineFaults
+from paceline.planning.known_models import find_model, varied, with_stragglers
 from paceline.planning.links import Curve, Machine, parse_link
 from paceline.planning.options import SimulateOptions
 from paceline.planning.plays import ClusterShape
-from paceline.planning.predictions import Scenario, StepPrediction, candidates, describe_server_bound, predict_step
+from paceline.planning.predictions import (
+    Scenario,
+    StepPrediction,
+    StrategyCandidate,
+    candidates,
+    describe_server_bound,
+    predict_step,
+)
+from paceline.strategies import STRATEGIES
 
 _MOST_NODES: Final = 100_000
 _LOCAL_BYTES_PER_S: Final = 1e10
@@ -57,6 +70,7 @@ def simulate(options: SimulateOptions) -> dict[int, SimulatedNodes]:
     """Return the predictions of all strategies by number of nodes. Raises UsageError for invalid options."""
     profile, link = find_model(options.model), parse_link(options.link, options.latency)
     profile = replace(profile, steps_s=varied(profile.compute_s, options.variation))
+    profile, faults = with_stragglers(profile, options.stragglers, options.slowdown), faults_of(options)
     ranks = options.nproc_per_node
     machine = Machine(
         num_cores=max(ranks, 1),
@@ -69,12 +83,39 @@ def simulate(options: SimulateOptions) -> dict[int, SimulatedNodes]:
         shape = ClusterShape(nodes=nodes, ranks_per_node=ranks, link=link)
         scenario = Scenario(profile=profile, alone=profile, machine=machine, shape=shape, servers=options.servers)
         predictions = [
-            predict_step(scenario, candidate)
+            _with_faults(predict_step(scenario, candidate), nodes, faults)
             for candidate in candidates(scenario)
             if candidate.strategy not in ("one-device", "pipeline")
         ]
         found[nodes] = SimulatedNodes(scenario, predictions)
     return found
+
+
+def faults_of(options: SimulateOptions) -> MachineFaults | None:
+    """Return the failures of each machine; None without any. Raises UsageError for an invalid time."""
+    times = {"mtbf": options.mtbf, "recovery": options.recovery, "snapshot_every": options.snapshot_every}
+    seconds: dict[str, float] = {}
+    for name, text in times.items():
+        found = None if text is None else parse_duration(text)
+        if text is not None and found is None:
+            raise UsageError(f"--{name.replace('_', '-')} {text}: expected a time above 0, such as 30s, 10m or 720h")
+        seconds[f"{name}_s"] = found or 0.0
+    return None if options.mtbf is None else MachineFaults(**seconds)
+
+
+def is_elastic(candidate: StrategyCandidate) -> bool:
+    """Return whether the other ranks continue after a failure, with ``paceline run --min-ranks``."""
+    return STRATEGIES[candidate.strategy].elastic_implementation is not None
+
+
+def _with_faults(prediction: StepPrediction, nodes: int, faults: MachineFaults | None) -> StepPrediction:
+    if faults is None:
+        return prediction
+    candidate = prediction.candidate
+    machines = nodes + (candidate.servers if candidate.is_separate else 0)
+    is_restarted = not is_elastic(candidate)
+    share = faults.share_with_restarts(machines) if is_restarted else faults.share_without_restarts()
+    return replace(prediction, examples_per_s=prediction.examples_per_s * share)
 
 
 def simulation_as_json(found: dict[int, SimulatedNodes]) -> list[dict[str, Any]]:
@@ -95,25 +136,112 @@ def simulation_as_json(found: dict[int, SimulatedNodes]) -> list[dict[str, Any]]
     ]
 
 
-def show_simulation(console: Console, found: dict[int, SimulatedNodes], options: SimulateOptions) -> None:
-    """Print the efficiency of each strategy by number of nodes."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("nodes")
-    table.add_column("servers")
-    for nodes in found:
-        table.add_column(f"{nodes:,}", justify="right")
+def _curves(found: dict[int, SimulatedNodes]) -> Iterator[tuple[StrategyCandidate, list[float]]]:
+    """Yield each strategy with its efficiency by number of nodes."""
     for column in zip(*(simulated.predictions for simulated in found.values()), strict=True):
         shares = [each.efficiency(prediction) for each, prediction in zip(found.values(), column, strict=True)]
-        candidate = column[0].candidate
-        place = "" if not candidate.servers else "separate" if candidate.is_separate else "on nodes"
-        table.add_row(candidate.label, place, *(f"{share:.0%}" for share in shares))
-    console.print(f"efficiency of {options.model}, {options.link}, ranks per node: {options.nproc_per_node}\n")
+        yield column[0].candidate, shares
+
+
+def _place(candidate: StrategyCandidate) -> str:
+    return "" if not candidate.servers else "separate" if candidate.is_separate else "on nodes"
+
+
+def describe_simulation(options: SimulateOptions) -> str:
+    """Return the settings in one line."""
+    text = f"{options.model}, {options.link}, ranks per node: {options.nproc_per_node}"
+    if options.variation:
+        text += f", variation {options.variation:g}"
+    if options.stragglers:
+        text += f", stragglers {options.stragglers:g}, slowdown {options.slowdown:g}"
+    if options.mtbf is not None:
+        text += f", mtbf {options.mtbf}, recovery {options.recovery}, snapshots every {options.snapshot_every}"
+    return text
+
+
+def show_simulation(console: Console, found: dict[int, SimulatedNodes], options: SimulateOptions) -> None:
+    """Print the efficiency of each strategy by number of nodes: as bars, and as numbers for the columns that fit."""
+    curves = list(_curves(found))
+    nodes = list(found)
+    used = max(len(candidate.label) for candidate, _ in curves) + len("on nodes") + len(nodes) + 3
+    room = max((console.width - used) // (len(f"{max(nodes):,}") + 1), 1)
+    stride = math.ceil(len(nodes) / room)
+    chosen = [number for number in range(len(nodes)) if (len(nodes) - 1 - number) % stride == 0]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("nodes", no_wrap=True)
+    table.add_column("servers", no_wrap=True)
+    for number in chosen:
+        table.add_column(f"{nodes[number]:,}", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for candidate, shares in curves:
+        numbers = (f"{shares[number]:.0%}" for number in chosen)
+        bars = draw_bars([min(share, 1.0) for share in shares], 0.0, 1.0) if len(shares) > 1 else ""
+        table.add_row(candidate.label, _place(candidate), *numbers, bars)
+    console.print(f"efficiency of {describe_simulation(options)}\n")
     console.print(table)
+    for sentence in _describe(found, options):
+        console.print(sentence)
+
+
+def page_of(found: dict[int, SimulatedNodes], options: SimulateOptions) -> list[Plot | Bars | PageTable]:
+    """Return the sections of the report: the curves of efficiency and of speed, and their numbers."""
+    nodes, curves = list(found), list(_curves(found))
+    alone = {
+        number: simulated.scenario.profile.batch_size / simulated.scenario.profile.compute_s
+        for number, simulated in found.items()
+    }
+    labels = list(dict.fromkeys(candidate.label for candidate, _ in curves))
+
+    def series(candidate: StrategyCandidate, values: Sequence[float]) -> Series:
+        name = " ".join(filter(None, [candidate.label, _place(candidate)]))
+        color = labels.index(candidate.label)
+        return Series(name=name, x=nodes, y=values, color=color, is_dashed=candidate.is_separate)
+
+    speeds = [
+        [
+            share * alone[number] * found[number].scenario.shape.num_ranks
+            for number, share in zip(nodes, shares, strict=True)
+        ]
+        for _, shares in curves
+    ]
+    rows = [
+        [" ".join(filter(None, [candidate.label, _place(candidate)])), *(f"{share:.0%}" for share in shares)]
+        for candidate, shares in curves
+    ]
+    return [
+        Plot(
+            title="Efficiency",
+            x_label="nodes",
+            series=[series(*curve) for curve in curves],
+            format="percent",
+            is_log=True,
+            note="examples per second, divided by the speed of equally many ranks without communication and waiting",
+        ),
+        Plot(
+            title="Examples per second of all ranks",
+            x_label="nodes",
+            series=[series(candidate, values) for (candidate, _), values in zip(curves, speeds, strict=True)],
+            format="count",
+            is_log=True,
+            note=" ".join(
+                sentence if sentence.endswith(".") else f"{sentence}." for sentence in _describe(found, options)
+            ),
+        ),
+        PageTable(title="Efficiency by nodes", columns=["strategy", *(f"{n:,}" for n in nodes)], rows=rows),
+    ]
+
+
+def _describe(found: dict[int, SimulatedNodes], options: SimulateOptions) -> Iterator[str]:
     nodes = max(found)
-    console.print(_describe_best(nodes, found[nodes].predictions))
+    yield _describe_best(nodes, found[nodes].predictions)
     bound = describe_server_bound(found[nodes].scenario)
     if bound is not None:
-        console.print(bound)
+        yield bound
+    if options.mtbf is not None:
+        yield (
+            "After a failure, all-reduce and hybrid continue with the other ranks (--min-ranks, --replicas 1). The "
+            "other strategies restart from the last snapshot."
+        )
 
 
 def _describe_best(nodes: int, predictions: Sequence[StepPrediction]) -> str:

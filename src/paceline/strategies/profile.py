@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -23,6 +25,11 @@ STARTED: Final = "started"
 """The name of an empty file in the profile's folder: the script has reached its training loop."""
 COPIES: Final = "copies"
 """The name of an empty file in the profile's folder: other copies of the script use the neighbouring folders."""
+TARGET: Final = "target"
+"""The name of a file in the profile's folder with a loss at which the ranks end: see :func:`latest_loss`."""
+LAST: Final = "last"
+"""The name of a file in the profile's folder with the number of the last step, after a rank has reached the target."""
+NUM_LATEST: Final = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +108,17 @@ class ModelProfile:
         """Seconds of a step without communication and without waiting: the sum of all parts."""
         return self.between_s + self.update_s + sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
-    def scaled_to_steps(self) -> ModelProfile:
-        """Return the profile with all parts scaled, so that their sum is the median of the steps."""
-        scale = statistics.median(self.steps_s) / max(self.compute_s, 1e-12)
+    def scaled(self, factor: float) -> ModelProfile:
+        """Return the profile with all parts scaled. The steps that were measured as a whole remain."""
         layers = tuple(
-            replace(layer, forward_s=layer.forward_s * scale, backward_s=layer.backward_s * scale)
+            replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
             for layer in self.layers
         )
-        return replace(self, layers=layers, between_s=self.between_s * scale, update_s=self.update_s * scale)
+        return replace(self, layers=layers, between_s=self.between_s * factor, update_s=self.update_s * factor)
+
+    def scaled_to_steps(self) -> ModelProfile:
+        """Return the profile with all parts scaled, so that their sum is the median of the steps."""
+        return self.scaled(statistics.median(self.steps_s) / max(self.compute_s, 1e-12))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +132,23 @@ class StepRecord:
     """The end of each step, in seconds after the beginning of the first step."""
     losses: tuple[float, ...]
     """The loss of each step on the rank's own batch; NaN if the program computed none."""
+    step_bytes: float | None = None
+    """Mean bytes that the rank sends and receives per step; None if they are not counted.
+
+    Messages of collectives count as those of an algorithm that sends the fewest bytes, as if all ranks were remote.
+    """
+    staleness: float | None = None
+    """The mean staleness of all ranks' pushes to the servers, in pushes; None on other ranks than rank 0."""
+
+    def reached(self, target: float) -> int | None:
+        """Return the number of the first step after which the latest loss is at most `target`; None without one."""
+        numbers = range(1, len(self.losses) + 1)
+        return next((number for number in numbers if latest_loss(self.losses[:number]) <= target), None)
+
+
+def latest_loss(losses: Sequence[float]) -> float:
+    """Return the mean of the last ten losses; NaN if there are fewer, or one of them is NaN."""
+    return statistics.fmean(losses[-NUM_LATEST:]) if len(losses) >= NUM_LATEST else math.nan
 
 
 def write_record(path: Path, record: ModelProfile | StepRecord) -> None:

@@ -21,6 +21,7 @@ from paceline.errors import PeerError, UsageError
 from paceline.observe.dashboard import make_report
 from paceline.observe.metrics import MetricValues
 from paceline.observe.outputs import open_outputs
+from paceline.observe.plots import BarRow, Bars, PageTable, Plot, Series, write_page
 from paceline.observe.top import fetch_state, show_top
 from paceline.observe.web import Page, WebRequest, WebServer, parse_place
 
@@ -117,6 +118,35 @@ def test_outputs_that_cannot_start_write_no_report(tmp_path: Path) -> None:
     assert report.read_bytes() == b"of an earlier run"
 
 
+def draw(page: Path) -> str:
+    """Return the tree of a page after its script has run in a browser."""
+    folder = page.parent
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", "--dump-dom"]
+    tree = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    return re.sub(r"<(style|script)>.*?</\1>|<section[^>]* hidden.*?</section>", "", tree, flags=re.DOTALL)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium")
+def test_chromium_draws_plots_bars_and_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    series = [
+        Series(name=name, x=[2, 4, 1024], y=y, color=number, is_dashed=number == 1)
+        for number, (name, y) in enumerate({"<a>": [1.0, 0.5, 0.25], "b": [0.75, 0.75, 0.75]}.items())
+    ]
+    plot = Plot(title="Curves", x_label="nodes", series=series, format="percent", is_log=True)
+    bars = Bars(title="Bars", rows=[BarRow("c", 2.0, "2 ms", 0), BarRow("d", 1.0, "1 ms", 1)])
+    write_page(page, "a simulation", "2 ranks", [plot, bars, PageTable(title="Cells", columns=["e"], rows=[["f"]])])
+    drawn = draw(page)
+    for text in ("&lt;a&gt;", "1,024</text>", "100%</text>", "width: 50%", "2 ms", "<th>e</th>", "<td>f</td>"):
+        assert text in drawn, text
+    curves = re.findall(r'<path d="M([^"]*)"', drawn)
+    points = [[tuple(map(float, point.split(","))) for point in curve.split("L")] for curve in curves]
+    (x0, y0), (x1, y1), (x2, y2) = points[0]
+    assert (x2 - x1) / (x1 - x0) == pytest.approx(8, rel=0.01)  # from 4 to 1,024 are eight doublings
+    assert (y2 - y0) / (y1 - y0) == pytest.approx(1.5, rel=0.01)
+    assert len({y for _, y in points[1]}) == 1
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium")
 def test_chromium_draws_the_page(tmp_path: Path) -> None:
     """The browser runs the page's script on the figures of a run with ranks, servers and waits."""
@@ -143,10 +173,7 @@ def test_chromium_draws_the_page(tmp_path: Path) -> None:
     }  # fmt: skip
     page = tmp_path / "page.html"
     page.write_bytes(make_report(state))
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
-    tree = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
-    left_out = r"<(style|script)>.*?</\1>|<section[^>]* hidden.*?</section>"
-    drawn = re.sub(left_out, "", tree, flags=re.DOTALL)
+    drawn = draw(page)
     for text in (
         "running for 1:05, 1.50k examples, 50% done", "paceline run &lt;b&gt;</h1>", "20 examples/s", "0.5000",
         "1 server, 2 workers, view 2, 1 failover", "0: 12.3k rows", "rank 1: no report for 60 s", "10/s, step 100 ms",

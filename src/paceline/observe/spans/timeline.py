@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +25,16 @@ from paceline.observe.spans.operators import OperatorFile, OperatorSpan, written
 from paceline.observe.spans.window import StepWindow
 from paceline.observe.stuck.jobs import LaunchedJob
 from paceline.observe.stuck.processes import WatchedProcess, read_processes
-from paceline.observe.stuck.recorder import COLLECTIVE, FRAME, MESSAGE, PHASE, REQUEST, RecordedEvent, RecordedGroup
+from paceline.observe.stuck.recorder import (
+    COLLECTIVE,
+    FRAME,
+    MESSAGE,
+    PHASE,
+    REQUEST,
+    RecordedEvent,
+    RecordedGroup,
+    item_bytes,
+)
 from paceline.observe.stuck.report import describe
 from paceline.observe.stuck.stacks import read_recorder
 
@@ -231,7 +239,7 @@ def _counters(number: int, found: ProcessEvents) -> Iterator[SpanTrack]:
     for event in found.events:
         operation = event.operation
         if operation.kind == COLLECTIVE and operation.shape:
-            num_bytes += math.prod(operation.shape) * _item_bytes(operation.subject)
+            num_bytes += math.prod(operation.shape) * item_bytes(operation.subject)
         elif operation.kind == FRAME:
             num_bytes += event.count
         else:
@@ -242,12 +250,6 @@ def _counters(number: int, found: ProcessEvents) -> Iterator[SpanTrack]:
     staleness = list(_staleness(found.events))
     if staleness:
         yield SpanTrack(number, name, "staleness", counters=staleness, pid=pid)
-
-
-def _item_bytes(dtype: str) -> int:
-    """Return the size of an item of a dtype such as ``bfloat16``, ``float8_e4m3fn`` or ``bool``."""
-    bits = re.search(r"\d+", dtype)
-    return int(bits[0]) // 8 if bits else 1
 
 
 def _staleness(events: Sequence[RecordedEvent]) -> Iterator[TimelineCounter]:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import re
 import struct
 import threading
 import time
@@ -32,6 +33,12 @@ _LENGTH: Final = struct.Struct("<H")
 _MOST_SIZES: Final = 8
 
 COLLECTIVE, MESSAGE, REQUEST, PHASE, FRAME = "collective", "message", "request", "phase", "frame"
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the size of an item of a dtype such as ``bfloat16``, ``float8_e4m3fn`` or ``bool``."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
 
 
 class RecordedOperation(Struct, frozen=True, array_like=True):

@@ -18,11 +18,16 @@ _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 def check_is_first(name: str) -> None:
     """Raise UsageError if this process is a launcher's rank and already has an open strategy with servers."""
-    if environment().rank is not None and any(not client.servers.is_closed for client in _clients):
+    if environment().rank is not None and open_clients():
         raise UsageError(
             f"strategy {name}: this process already has a strategy with servers, which trains one model: for several "
             "models start the program with `paceline run --strategy all-reduce`, and create a strategy for each"
         )
+
+
+def open_clients() -> list[Client]:
+    """Return the connections of this process's strategies to their servers."""
+    return [client for client in _clients if not client.servers.is_closed]
 
 
 def connect_workers(name: str, rank: int | None, timeout: timedelta = _TIMEOUT) -> Client:
