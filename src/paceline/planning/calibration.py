@@ -19,12 +19,8 @@ import numpy as np
 
 from paceline.bench.collectives import BenchPlan, bench_collectives
 from paceline.environment import num_cores
-<<<<<<< HEAD
 from paceline.observe.work import start_work
-from paceline.output_files import replacing
-=======
 from paceline.output_files import USER_FOLDER, replacing
->>>>>>> 0e68ac22 (paceline compare: report as a page, staleness, traffic, target loss; paceline simulate: stragglers, failing machines, curves, page and dashboard)
 from paceline.planning.links import Curve, Machine, StrategyCost
 from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import Scenario, StrategyCandidate, predict_step
