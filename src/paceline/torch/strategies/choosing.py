@@ -104,8 +104,9 @@ def strategy(
     created.snapshots = snapshots
     if settings.profile is not None:
         from paceline.torch.strategies.profiling import StepProfiler
+        from paceline.torch.strategies.server.cluster import open_clients
 
-        created.profiler = StepProfiler(created, settings.profile, settings.profile_steps)
+        created.profiler = StepProfiler(created, settings.profile, settings.profile_steps, open_clients)
     if settings.status_url is not None:
         from paceline.observe.kubeflow import KubeflowStatus  # here, because paceline.observe imports rich
 

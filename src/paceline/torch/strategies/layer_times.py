@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from paceline.strategies.profile import LayerProfile
 from paceline.torch.embeddings.modules import SparseRows
-
-if TYPE_CHECKING:
-    from paceline.torch.strategies.base import Strategy
 
 
 @dataclass
@@ -55,13 +54,13 @@ class _LayerSums:
 
 
 class LayerTimes:
-    """Hooks the layers of a strategy's model, and measures steps: first the memory, then the times.
+    """Hooks the layers of a model, and measures steps: first the memory, then the times.
 
     The time since the last mark belongs to the layer that was current, or to the program's own code.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._layers: dict[nn.Module, _LayerSums] = {}
         self._hooks = ExitStack()
         self._current: _LayerSums | None = None
@@ -91,8 +90,8 @@ class LayerTimes:
         self._is_timed = False
 
     def synchronize(self) -> None:
-        if self._strategy.device.type == "cuda":
-            torch.cuda.synchronize(self._strategy.device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def mark(self, layer: _LayerSums | None, *, is_backward: bool = False) -> None:
         """Attribute the time since the last mark. `layer` is current from now on, or was in its backward."""
@@ -113,9 +112,9 @@ class LayerTimes:
         """Attribute the end of the backward, after the last gradient, to the first layer."""
         self.mark(next(iter(self._layers.values()), None), is_backward=True)
 
-    def hook_memory(self) -> None:
+    def hook_memory(self, module: nn.Module) -> None:
         """Measure the bytes of activations and results, and the rows of embeddings, in the next step."""
-        self._find_layers()
+        self._find_layers(module)
         parameters = {
             parameter.untyped_storage().data_ptr() for layer in self._layers for parameter in layer.parameters()
         }
@@ -144,8 +143,8 @@ class LayerTimes:
             self._hooks.callback(layer.register_forward_hook(end).remove)
         self._hooks.callback(lambda: self._set_order(order))
 
-    def hook_times(self) -> None:
-        """Measure the times of all layers in the next steps."""
+    def hook_times(self, optimizers: Iterable[Optimizer]) -> None:
+        """Measure the times of all layers and of the optimizers in the next steps."""
         self._is_timed = True
         for layer, sums in self._layers.items():
             hook = layer.register_forward_pre_hook(lambda layer, args: self.mark(self._layers[layer]))
@@ -156,7 +155,7 @@ class LayerTimes:
                         lambda parameter, sums=sums: self.mark(sums, is_backward=True)
                     )
                     self._hooks.callback(ready.remove)
-        for optimizer in self._strategy.optimizers:
+        for optimizer in optimizers:
             began = optimizer.register_step_pre_hook(lambda *_: self.mark(None))
             ended = optimizer.register_step_post_hook(lambda *_: self._end_update())
             self._hooks.callback(began.remove)
@@ -174,9 +173,7 @@ class LayerTimes:
         """Return the seconds of a step in the optimizers."""
         return statistics.median(self._updates_s)
 
-    def _find_layers(self) -> None:
-        module = self._strategy.module
-        assert module is not None
+    def _find_layers(self, module: nn.Module) -> None:
         for name, layer in module.named_modules():
             is_trained = any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
             if is_trained or isinstance(layer, SparseRows):

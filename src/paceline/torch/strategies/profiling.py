@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from paceline.output_files import replacing
+from paceline.ps import Client
 from paceline.strategies.profile import (
     COPIES,
     LAST,
@@ -32,7 +33,6 @@ from paceline.strategies.profile import (
     write_record,
 )
 from paceline.torch.strategies.layer_times import LayerTimes
-from paceline.torch.strategies.server.cluster import open_clients
 from paceline.torch.strategies.step_phases import num_examples
 from paceline.torch.strategies.traffic import TrafficCounter
 
@@ -63,10 +63,16 @@ class _MeasuredStep(NamedTuple):
 class StepProfiler:
     """Measures the steps of one process. Writes the result to a directory, and then raises SystemExit."""
 
-    def __init__(self, strategy: Strategy, directory: Path, num_steps: int | None) -> None:
-        """With `num_steps`, measure this number of steps as a whole, without layers."""
+    def __init__(
+        self, strategy: Strategy, directory: Path, num_steps: int | None, clients: Callable[[], Sequence[Client]]
+    ) -> None:
+        """With `num_steps`, measure this number of steps as a whole, without layers.
+
+        `clients` returns the connections to servers.
+        """
         self._strategy, self._directory, self._num_steps = strategy, directory.absolute(), num_steps
-        self._layers = LayerTimes(strategy)
+        self._clients = clients
+        self._layers = LayerTimes(strategy.device)
         self._traffic: TrafficCounter | None = None
         self._target: float | None = None
         self._number = 0
@@ -105,9 +111,10 @@ class StepProfiler:
         if self._num_steps is not None:
             return
         if self._number == _WARM_UP:
-            self._layers.hook_memory()
+            assert self._strategy.module is not None
+            self._layers.hook_memory(self._strategy.module)
         elif self._number == _WARM_UP + 1:
-            self._layers.hook_times()
+            self._layers.hook_times(self._strategy.optimizers)
         self._layers.begin_step(self._began_s)
 
     def _end_step(self) -> bool:
@@ -121,7 +128,7 @@ class StepProfiler:
             if self._number > _WARM_UP:
                 self._record(step_s, now_s)
             elif self._number == _WARM_UP:
-                self._traffic = TrafficCounter(self._strategy.rank, self._strategy.world_size, open_clients())
+                self._traffic = TrafficCounter(self._strategy.rank, self._strategy.world_size, self._clients())
                 self._first_s = self._began_s = time.perf_counter()
             return len(self._steps) == self._num_steps or (self._target is not None and self._is_last(self._target))
         first = _WARM_UP + 1 + _LAYER_STEPS
