@@ -39,8 +39,8 @@ def format_footer(plan: BenchPlan, other_share: float) -> str:
         operation += ", in place"
     return (
         f"{operation}; {plan.ranks} ranks on {num_cores()} cores of this machine. Medians over {ROUNDS} interleaved "
-        "rounds,\neach call timed on rank 0. ± is half the distance between the quartiles; GB/s are the array's\n"
-        "bytes by the time; ratio is the peer's time by ours; 1K is 1024 bytes.\n"
+        "rounds,\neach call timed on rank 0. ± is half the distance between the quartiles; GB/s is the array's\n"
+        "bytes divided by the time; ratio is the peer's time divided by Paceline's; 1K is 1024 bytes.\n"
         f"Other processes used {other_share:.0%} of the cores' time."
     )
 

@@ -81,7 +81,7 @@ def compare(options: CompareOptions) -> None:
 def simulate(options: SimulateOptions) -> None:
     """Predict how a known model scales over many nodes under each strategy.
 
-    The efficiency is the speed of all ranks together, divided by the speed of equally many independent ranks.
+    The efficiency is the speed of all ranks together, divided by the speed of the same number of independent ranks.
 
     Example: paceline simulate --nodes 2..10000 --stragglers 0.01 --mtbf 2000h --report scaling.html
 

@@ -47,7 +47,7 @@ class ClusterFlags:
     consistency: str = option("sequential, bounded:N or eventual.", default="bounded:4")
     stale: str = option("Stale gradients: accept, drop:N or compensate:STRENGTH.", default="accept")
     replicas: int = option(
-        "Additional copies of every row, so that as many servers may die without loss.", default=0, min=0
+        "Additional copies of every row: the number of servers that may die without loss.", default=0, min=0
     )
     pushes: PushFlags
     heartbeat_timeout: float = option(

@@ -137,7 +137,7 @@ class OwnClusterFlags:
     )
     stale: str | None = option("Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
     replicas: int | None = option(
-        "Additional copies of every row; as many servers may die without loss; default 0.",
+        "Additional copies of every row: the number of servers that may die without loss; default 0.",
         min=0,
         panel=_FAILURES,
     )

@@ -309,8 +309,8 @@ def _are_far_from_zero(values: Sequence[int]) -> bool:
 def _are_codes(values: Sequence[int]) -> bool:
     """Return whether values repeat more than twice as often as if they were smoothly distributed over their range.
 
-    The middle 80% of the rows, without a value that most rows have, are split into bins with equally many rows. In a
-    bin with m rows and R possible values, a locally uniform distribution has R(1 - exp(-m/R)) distinct values on
+    The middle 80% of the rows, without a value that most rows have, are split into bins with equal numbers of rows. In
+    a bin with m rows and R possible values, a locally uniform distribution has R(1 - exp(-m/R)) distinct values on
     average. Amounts, which are mostly round numbers, are not codes.
     """
     if sum(value % 5 == 0 for value in values) * 2 > len(values):

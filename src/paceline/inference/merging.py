@@ -69,7 +69,7 @@ def _check(models: Sequence[StoredModel]) -> FTRL:
                     difference += f", {_shown(first.described, name)} and {_shown(model.described, name)}"
                 raise UsageError(
                     f"{first.directory} and {model.directory} differ in {difference}. Train one of them from the other "
-                    "with --init-from, so that both are equal in this"
+                    "with --init-from, so that both have the same value"
                 )
     _check_scalings(models)
     rule = from_fields(RULES, first.tables[0].spec.update)

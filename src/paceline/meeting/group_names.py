@@ -32,7 +32,7 @@ class _Count(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     agreed: list[int]
-    """The counts of the last groups that this rank created. The counts of failed attempts are left out."""
+    """The counts of the last groups that this rank created. It has no counts of failed attempts."""
 
     def number_for(self, number: int) -> int:
         """Return this rank's count for the attempt for which another rank published ``number``."""

@@ -294,7 +294,7 @@ def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float,
             except ProtocolError:
                 if len(places) == 1:
                     raise ProtocolError(
-                        f"the program that listens at {place.netloc} is no Paceline rendezvous; choose another "
+                        f"the program that listens at {place.netloc} is not a Paceline rendezvous; choose another "
                         "MASTER_PORT, the same on every rank"
                     ) from None
             else:

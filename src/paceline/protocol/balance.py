@@ -34,7 +34,7 @@ def divide(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 def divide_step(count: int, size: int, shares: Sequence[int] | None = None) -> tuple[int, ...]:
     """Divide `count` samples among `size` ranks in proportion to `shares`; None for equal shares."""
-    # A share of 0 exists if a step has fewer samples than ranks. Such a rank may get samples of a larger count.
+    # If a step has fewer samples than ranks, some ranks have the share 0. These ranks may get samples of a larger step.
     return divide(count, [1.0] * size if shares is None else [max(share, 0.5) for share in shares])
 
 

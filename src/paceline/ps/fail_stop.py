@@ -64,7 +64,7 @@ def describe(error: BaseException) -> str:
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return (
-        f"{type(error).__name__}{': ' if text else ''}{text}{where}: the request may be carried out in part, so this "
+        f"{type(error).__name__}{': ' if text else ''}{text}{where}: the request may be partly applied, so this "
         "process ends without an acknowledgement"
     )
 

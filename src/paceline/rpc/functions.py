@@ -41,7 +41,7 @@ def promise_of(value: Any) -> Future[Any]:
 def _copy_outcome(promise: Future[Any], read: Callable[[], Any], _: Any) -> None:
     try:
         result = read()
-    except BaseException as error:  # also a CancelledError that is no Exception
+    except BaseException as error:  # includes CancelledError, which may derive from BaseException only
         promise.resolve(None, error)
     else:
         promise.resolve(result, None)

@@ -60,7 +60,7 @@ def _next_limit(bucket: int, count: int, growth: float) -> int:
     """Return the next size of a bucket. Small sizes double, and large sizes grow by the factor `growth`.
 
     The sizes differ between buckets. If sizes were equal, all buckets would grow during the same request, because all
-    buckets have about equally many rows.
+    buckets have about the same number of rows.
     """
     phase = bucket * 0.6180339887498949 % 1.0
     if count < _SMALL_ROWS:

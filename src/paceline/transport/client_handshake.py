@@ -66,7 +66,7 @@ class ClientHandshake:
         if not expected or frame_bytes(header) > Limits().max_handshake_bytes:
             raise ProtocolError(
                 f"the server at {self.address} sent a frame of kind {header.kind} and {frame_bytes(header)} "
-                f"bytes in the handshake, but {self.expected_kind.name} was expected"
+                f"bytes during the handshake, but {self.expected_kind.name} was expected"
             )
 
     def refusal_error(self, meta: bytes | memoryview) -> PacelineError:
@@ -82,7 +82,7 @@ class ClientHandshake:
                 "(--token-file or PACELINE_TOKEN), and check the address"
             )
         return ConnectionLostError(
-            f"the {self._server} at {self.address} closed the connection in the handshake; an unauthenticated peer "
+            f"the {self._server} at {self.address} closed the connection during the handshake; an unauthenticated peer "
             f"reported {error}: '{message}'"
         )
 

@@ -183,7 +183,7 @@ def test_a_different_second_declaration_is_rejected() -> None:
             (lambda c: c.sparse_table("w", dim=2, update=SGD(lr=0.5), initializer=start, seed=4), "seed=4"),
             (lambda c: c.dense_table("w", size=2, update=SGD(lr=0.5), initializer=start, seed=3), r"dense\(size=2, "),
         ]
-        known = r"is known as sparse\(dim=2, SGD\(lr=0.5, weight_decay=0.0, max.*\), Constant\(value=1\), seed=3\)"
+        known = r"exists as sparse\(dim=2, SGD\(lr=0.5, weight_decay=0.0, max.*\), Constant\(value=1\), seed=3\)"
         for declare, message in again:
             for client_or_other in (client, other):
                 with pytest.raises(TableMismatchError, match=rf"table 'w' was declared as .*{message}.*{known}"):

@@ -273,7 +273,7 @@ _CHALLENGE = (
         ((), ConnectionLostError, "TLS"),
         ((b"220 mail.example.org ESMTP, and what follows it\r\n",), ProtocolError, "not a Paceline server"),
         ((HEADER.pack(MAGIC, 9, FrameKind.CHALLENGE, *[0] * 8),), VersionError, "version 9"),
-        ((pack_header(FrameKind.WELCOME),), ProtocolError, "kind 3 and 40 bytes in the handshake, but CHALLENGE was"),
+        ((pack_header(FrameKind.WELCOME),), ProtocolError, "40 bytes during the handshake, but CHALLENGE was"),
         ((pack_header(FrameKind.CHALLENGE, body_bytes=5000),), ProtocolError, "claims 5040 bytes"),
         ((pack_header(FrameKind.CHALLENGE, meta_bytes=8) + b"\xc1" * 8,), ProtocolError, "cannot be read"),
         ((_CHALLENGE,), ConnectionLostError, "was closed"),

@@ -163,7 +163,7 @@ def test_a_single_rank_changes_no_values() -> None:
         ),
         (
             "quantize:8,compress",
-            "compress:1 is not for .*, because all ranks .* equally many bytes. Use float16",
+            "compress:1 is not for .*, because all ranks .* numbers of bytes. Use float16",
         ),
         ("significant:1", "significant:1 is not for gradients that all ranks average. Use top-k or random-k"),
         ("top-k:0.1,random-k:0.5", "both choose values"),

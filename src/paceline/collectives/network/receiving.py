@@ -132,7 +132,7 @@ class PeerMessages:
         try:
             self.peek()
         except LinkBroken:
-            if self.sends:  # without pending sends this is no error: the peer may have finished its work
+            if self.sends:  # without pending sends this is not an error: the peer may have finished its work
                 raise
 
     def _is_data(self) -> bool:

@@ -2,9 +2,9 @@
 
 Bins are fitted to rows spread over the files and stored in the column's scale
 (:class:`paceline.data.scales.scaling.Scale`). There are two methods. Quantiles of the numbers give bins with about
-equally many rows. Logarithms give the bins floor(ln(x)^2), as in the winning entry of Criteo's challenge of 2014 (Juan,
-Zhuang, Chin, "3 Idiots' approach for display advertising challenge", github.com/guestwalk/kaggle-2014-criteo) and in
-:mod:`paceline.data.formats.criteo`.
+equal numbers of rows. Logarithms give the bins floor(ln(x)^2), as in the winning entry of Criteo's challenge of 2014
+(Juan, Zhuang, Chin, "3 Idiots' approach for display advertising challenge", github.com/guestwalk/kaggle-2014-criteo)
+and in :mod:`paceline.data.formats.criteo`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Doubles = npt.NDArray[np.float64]
 def quantile_edges(numbers: Doubles, num_bins: int) -> tuple[float, ...]:
     """Return the lower bounds of all bins except the first (float32, ascending).
 
-    Each bin has about equally many numbers. If many numbers are equal, there are fewer bins.
+    All bins have about the same number of values. If many numbers are equal, there are fewer bins.
     """
     if not len(numbers):
         return ()

@@ -81,7 +81,7 @@ def open_url(url: str) -> RemoteFile:
 
 
 def expand_url(pattern: str) -> list[str]:
-    """Return the URLs that match a pattern, or a URL that is no pattern. Raises DataError if nothing matches."""
+    """Return the URLs that match a pattern, or a URL that is not a pattern. Raises DataError if nothing matches."""
     from glob import has_magic
 
     if not has_magic(_URL.sub("", pattern)):

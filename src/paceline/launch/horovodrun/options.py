@@ -111,8 +111,8 @@ class HorovodrunOptions:
     cooldown_range: tuple[int, int] | None = _not_needed(
         "no host is excluded after a failure", "--blacklist-cooldown-range", metavar="MIN MAX"
     )
-    use_gloo: bool = _not_needed("Paceline's collectives are in the place of Gloo", "--gloo", default=False)
-    use_mpi: bool = _not_needed("Paceline's collectives are in the place of MPI", "--mpi", default=False)
+    use_gloo: bool = _not_needed("Paceline's collectives replace Gloo", "--gloo", default=False)
+    use_mpi: bool = _not_needed("Paceline's collectives replace MPI", "--mpi", default=False)
     tcp_flag: bool = _not_needed(_MPI, "--tcp", default=False)
     mpi_threads_disable: bool | None = _not_needed(_MPI, "--mpi-threads-disable/--no-mpi-threads-disable")
     disable_cache: bool = _not_needed("Paceline checks the hosts at each start", "--disable-cache", default=False)

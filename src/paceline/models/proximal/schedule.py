@@ -73,8 +73,9 @@ class Convergence:
         """Record the objective after a pass.
 
         A pass is steady if it changes the objective by less than the tolerance. The solver stops after a steady pass
-        over all columns. After any other steady pass, the next pass covers all columns, because the KKT filter may have
-        skipped columns that still change. At least one in :data:`FULL_PASS_INTERVAL` passes covers all columns.
+        over all columns. After a steady pass over some columns, the next pass covers all columns, because the KKT
+        filter may have skipped columns that still change. At least one in :data:`FULL_PASS_INTERVAL` passes covers all
+        columns.
         """
         self.num_passes += 1
         self.change = (self._objective - objective) / max(abs(objective), 1e-300)

@@ -110,7 +110,7 @@ class JobSpec:
         total = self.epochs * sum(1 + (size or 0) for size in self.files)
         if total > MAX_SHARDS:
             raise UsageError(
-                f"{len(self.files)} files in {self.epochs} epochs come to {total} shards: expected at most "
+                f"{len(self.files)} files in {self.epochs} epochs have {total} shards in total: expected at most "
                 f"{MAX_SHARDS}; use larger shards, or fewer epochs"
             )
 

@@ -120,7 +120,8 @@ class MemberEnd:
 
 
 class SchedulerEnd:
-    """The last number and the answers of one process; `is_foreign`: the process is a former scheduler's member."""
+    """The last number and the answers of one process. `is_foreign`: the process was a member under the former
+    scheduler."""
 
     def __init__(self, *, is_foreign: bool = False) -> None:
         self.is_foreign = is_foreign
@@ -130,7 +131,8 @@ class SchedulerEnd:
 
     @property
     def welcome_number(self) -> int:
-        """The number in the welcome: :attr:`received`, or -1 if this scheduler has no message of a foreign member."""
+        """The number in the welcome: :attr:`received`, or -1 if this scheduler has received no message from a foreign
+        member."""
         return -1 if self.is_foreign and not self.received else self.received
 
     def receive(self, number: int, lowest: int) -> bool:

@@ -38,9 +38,9 @@ class Evidence:
         The list is complete: a removal of a worker is in a view that a quorum of servers has prepared.
         """
         self._members = self.latest.incarnations
-        # The voters of every view from which the former scheduler may continue. If only workers have the newest view,
-        # which lists no workers, the voters of the newest view with workers count too, because they may have stored
-        # views with later workers.
+        # The voters of every view from which the former scheduler may continue. A view that only workers have lists no
+        # workers. In this case, add the voters of the newest view with workers: they may have stored views with later
+        # workers.
         self._electorates = self._voters_of(newest) + (self._voters_of(complete) if newest is not complete else [])
 
     def _voters_of(self, view: View) -> list[Collection[int]]:
@@ -252,7 +252,7 @@ class Recovery:
     def cluster(self) -> str:
         """The cluster from which most servers have rejoined; empty if no member has rejoined.
 
-        If several clusters have equally many rejoined servers, the number of rejoined members decides.
+        If several clusters have the same number of rejoined servers, the number of rejoined members decides.
         """
         votes = Counter(rejoin.cluster for rejoin in self._returned.values())
         servers = Counter(rejoin.cluster for rejoin in self._returned.values() if rejoin.member.role is Role.SERVER)

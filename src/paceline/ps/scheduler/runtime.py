@@ -50,7 +50,7 @@ class Tables:
             known = self._known[spec.name] = KnownTable(number=number, declared=spec, spec=spec)
         if spec not in (known.declared, known.spec):
             raise TableMismatchError(
-                f"table {spec.name!r} was declared as {spec}, and is known as {known.spec}: use the same settings in "
+                f"table {spec.name!r} was declared as {spec}, but exists as {known.spec}: use the same settings in "
                 "every process, or another name"
             )
         return known

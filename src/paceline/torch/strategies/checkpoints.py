@@ -224,7 +224,7 @@ def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> st
         rule = rule_of(optimizer, group)
         return " with ".join([type(rule).__name__, *([rule.state_names] if rule.state_names else [])])
     except UsageError:
-        return "no rule of the servers"
+        return "a rule that servers do not support"
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -163,8 +163,8 @@ class Loader:
         per_batch = self._items_per_number
         if state["items"] % per_batch:
             raise ModelError(
-                f"the checkpoint was saved after {state['items']:,} samples of a stream, which are no whole number of "
-                f"batches with batch_size={per_batch}: use the batch_size of the saved training"
+                f"the checkpoint was saved after {state['items']:,} samples of a stream, which is not a whole number "
+                f"of batches with batch_size={per_batch}: use the batch_size of the saved training"
             )
         self._remaining = Remaining(state["items"] // per_batch, tuple(state.get("returned", ())))
         self._set_generator(state["generator"])

@@ -113,8 +113,8 @@ def client_not_trusted(address: Address) -> AuthenticationError:
     certificate closes the connection after the client's handshake. With asyncio, the server sends no reason.
     """
     return AuthenticationError(
-        f"the server at {address} closed the TLS connection before its first frame. Probably it "
-        "does not trust this process's certificate. Use one of the cluster's authority (--tls-cert)"
+        f"the server at {address} closed the TLS connection before its first frame. It probably "
+        "does not trust this process's certificate. Use a certificate from the cluster's authority (--tls-cert)"
     )
 
 
@@ -126,5 +126,5 @@ def no_tls(address: Address, error: OSError, timeout_s: float) -> PeerError | De
     detail = getattr(error, "verify_message", "") or error.reason or str(error)
     return AuthenticationError(
         f"no TLS connection to the server at {address}: {detail}. Check that both ends have a certificate "
-        "of the same authority (--tls-ca) and that the server's certificate names this host"
+        "from the same authority (--tls-ca) and that the server's certificate names this host"
     )

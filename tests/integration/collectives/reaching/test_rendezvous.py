@@ -184,7 +184,7 @@ def test_a_listener_of_another_program_is_reported() -> None:
 
         speaker = threading.Thread(target=speak)
         speaker.start()
-        with pytest.raises(ProtocolError, match=r"is no Paceline rendezvous.*MASTER_PORT"):
+        with pytest.raises(ProtocolError, match=r"is not a Paceline rendezvous.*MASTER_PORT"):
             meet(1, 2, other.getsockname()[1])
         speaker.join()
 

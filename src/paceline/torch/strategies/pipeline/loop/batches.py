@@ -45,7 +45,7 @@ def describe_cut(arguments: Mapping[str, Any], size: int) -> str:
     as_long = [f"{n}'s dimension {t.shape.index(size)}" for n, t in tensors if len(t) != size and size in t.shape]
     hint = f"; if {' and '.join(as_long)} is the batch, put it first, and transpose within the model"
     return (
-        f"; microbatches have parts of {', '.join(cut)} along the first dimension, which must be the batch, and the "
+        f"; microbatches cut {', '.join(cut)} along the first dimension, which must be the batch, and contain the "
         f"whole of {', '.join(whole)}{hint if as_long else ''}"
     )
 
