@@ -64,7 +64,9 @@ def gradient_filters(filters: Sequence[Filter] | str) -> FilterChain:
             continue
         if isinstance(chosen, RowFilter):
             raise UsageError(f"filter {chosen} is not for gradients that all ranks average. Use top-k or random-k")
-        reason = "they have no keys" if chosen.stage < ValueFilter.stage else "all ranks must send equal numbers of bytes"
+        reason = (
+            "they have no keys" if chosen.stage < ValueFilter.stage else "all ranks must send equal numbers of bytes"
+        )
         raise UsageError(
             f"filter {chosen} is not for gradients that all ranks average, because {reason}. Use float16, bfloat16, "
             "quantize, top-k or random-k"
