@@ -27,7 +27,7 @@ class Buffers:
         elif op == "reduce_scatter":
             self.result = np.zeros(part, dtype)
         self.root = num_ranks - 1
-        """Root of a broadcast. Rank 0 measures, so it must not be the root, which may finish before other ranks."""
+        """Root of a broadcast. It is not rank 0, which measures: a root may finish before other ranks."""
 
     def fill(self) -> None:
         """Set the result to zero, and write this rank's input. :meth:`is_right` computes the result from it."""

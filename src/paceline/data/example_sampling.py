@@ -27,9 +27,9 @@ _GROUP_RUNS = 128  # runs of 256 rows: 32,768 rows
 def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
     """Return a sample of a data set, in runs of up to 256 neighbours. The sample of a small data set is complete.
 
-    From plain text, 16 MiB are read in evenly spread pieces. Of other files, the beginnings are read: in total 64
-    blocks of 1 MiB of text (parquet: 32,768 rows). If the sample exceeds `max_rows` or `max_pairs`, every second run is
-    dropped. Malformed lines are skipped even if ``dataset.strict``. Raises the errors of :meth:`Dataset.read`.
+    A sample of plain text has 16 MiB, in evenly spread pieces. A sample of other files has their beginnings: in total
+    64 blocks of 1 MiB of text (parquet: 32,768 rows). If the sample exceeds `max_rows` or `max_pairs`, every second run
+    is dropped. Malformed lines are skipped even if ``dataset.strict``. Raises the errors of :meth:`Dataset.read`.
     """
     sizes = [stat_file(file).num_bytes for file in dataset.files]
     has_pieces = not FORMATS[dataset.format].samples_beginnings and all(map(dataset.can_enter, range(len(sizes))))

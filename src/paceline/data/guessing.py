@@ -272,7 +272,7 @@ def _judge_by_label(
     """Return the kind of a column of frequent integers, and the reason. Two models of the labels are compared.
 
     The column is numeric if a line explains the labels better, and categorical if a rate for each value, with a penalty
-    for its parameters, is better. Of many columns (`num_columns`), some have such rates by chance.
+    for its parameters, is better. If there are many columns (`num_columns`), some have such rates by chance.
     """
     rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and not math.isnan(labels[row])]
     numbers, labels = np.array([_integer(cells[row]) for row in rows], np.float64), labels[rows]

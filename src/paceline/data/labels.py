@@ -60,7 +60,7 @@ def parse_positive(text: str) -> float | str:
 def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> float | None:
     """Return the number of the label `positive`, given the words that are labels (`classes`, empty for numbers).
 
-    Return None if this label is the positive one anyway. Raises UsageError for an unknown word.
+    Return None if this label is already the positive one. Raises UsageError for an unknown word.
     """
     if not isinstance(positive, str):
         return positive
@@ -82,8 +82,8 @@ def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
     """Return the words that are labels; word i is the label i. Return no words if labels are numbers.
 
     Labels are numbers if all words stand for 0 or 1, as no and yes do. There must be words for both, or a single word.
-    Otherwise the words are the labels. Of two words, the alphabetically second one is the label 1. But a word for 0, or
-    the negation of the other word, such as "not spam", is the label 0.
+    Otherwise the words are the labels. If there are two words, the second one in alphabetical order is the label 1. But
+    a word for 0, or the negation of the other word, such as "not spam", is the label 0.
     """
     words = {cell.strip(_BLANKS) for cell in cells if not is_missing(cell)}
     known = {read_label(word) for word in words}

@@ -1,6 +1,6 @@
 """Sample data files: read pieces of text spread over the files, because files may be sorted.
 
-The same files give the same pieces. Of a gzip file, only the beginning is read, because all text before a later piece
+The same files give the same pieces. Only the beginning of a gzip file is read, because all text before a later piece
 would have to be decompressed.
 """
 

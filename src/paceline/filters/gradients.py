@@ -97,7 +97,8 @@ class GradientMean:
         self._keys = np.arange(len(residual) if self._choice is not None else 0, dtype=np.uint64)
 
     def average(self, grads: Floats) -> Averaging:
-        """Return the mean over the ranks of `grads` (float32 [n]) plus residual, as far as the ranks sent it."""
+        """Return the mean of the ranks' sent values, which are a part of `grads` (float32 [n]) plus
+        :attr:`residual`."""
         if self._size == 1:
             return grads
         self._count += 1

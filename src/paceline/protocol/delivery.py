@@ -121,7 +121,7 @@ class Delivery:
         """Add buckets to this server.
 
         ``state`` is the duplicate filter of the buckets that their former server exported; it is empty for new buckets.
-        Other buckets in ``state`` are ignored; of two numbers for one bucket the higher number counts.
+        Other buckets in ``state`` are ignored; the higher of two numbers for one bucket is used.
 
         Raises UsageError if this server already has one of the buckets; nothing is changed.
         """

@@ -41,7 +41,8 @@ _WAIT_S: Final = 0.03
 
 
 class Chunk(NamedTuple):
-    """A range of the elements of a family: tensors with equal numbers of elements, such as a parameter's moments."""
+    """A range of the elements of a family: a set of tensors with equal numbers of elements, such as a parameter and its
+    moments."""
 
     family: int
     first: int

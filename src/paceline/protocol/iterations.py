@@ -267,7 +267,8 @@ class Iterations:
             self._unretained_below = min(self._unretained_below, self._end_of_parts())
 
     def left(self, worker: int) -> list[Sum]:
-        """Record that a worker left or died, whose pushes of ended iterations still count. Return the sums to push."""
+        """Record that a worker left or died. Its pushes of ended iterations remain in the sums. Return the sums to
+        push."""
         was_over = self._takeover.is_over
         for iteration, workers in self._pushed.items():
             if worker in workers:

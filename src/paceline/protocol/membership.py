@@ -104,7 +104,7 @@ class Membership:
     ) -> Membership:
         """Restore the membership with these members, as if their heartbeats came at `time_s`.
 
-        Of two members with the same name or rank, the member with the higher incarnation is used. Members with
+        If two members have the same name or rank, the member with the higher incarnation is used. Members with
         incarnations after `last_known` and before `first_incarnation` are in no view; they may still reconnect.
         """
         self = cls(expected_servers, heartbeat_timeout_s, first_incarnation=first_incarnation)

@@ -44,7 +44,7 @@ def _place(num_buckets: int, servers: tuple[int, ...], replicas: int) -> tuple[t
     chains = []
     for bucket in range(num_buckets):
         mixed = _mix(bucket)
-        # The server with the highest weight comes first; of equal weights, the server with the smaller id.
+        # The server with the highest weight comes first; if weights are equal, the server with the smaller id.
         ranked = sorted((-_mix(mixed ^ seed), server) for seed, server in seeds)
         chains.append(tuple(server for _, server in ranked[: 1 + replicas]))
     return tuple(chains)

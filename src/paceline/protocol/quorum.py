@@ -142,8 +142,8 @@ class Coordinator:
     """Starts the quorums of one training. A quorum is a numbered group of the ranks that are present.
 
     The first quorum has the `initial` processes, and the first `num_places` other processes that start. If one of these
-    processes ends before the quorum starts, another process may take its place. A place remains free if it is free
-    `start_timeout_s` after the first start, or if a newcomer waits, which can enter the second quorum.
+    processes ends before the quorum starts, another process may take its place. The first quorum starts with free
+    places after `start_timeout_s`, or if a newcomer waits, which then enters the second quorum.
 
     The training fails if fewer than `min_ranks` members live, and not enough processes join within the time that the
     ranks' requests contain. The coordinator waits `report_timeout_s` for the members' reports, from the first report

@@ -79,7 +79,7 @@ def qualified_name(function: Callable[..., Any] | str) -> str:
 
 
 def home_of(function: Any) -> tuple[str, str]:
-    """Return the public module of a function or class, and its name in that module. What is unknown is empty.
+    """Return the public module of a function or class, and its name in that module. An unknown part is empty.
 
     PyTorch's tensor functions and methods belong to ``torch``. For PyTorch's other C functions the module is unknown.
     """

@@ -22,13 +22,14 @@ from paceline.transport import register_type
 _Kind = TypeVar("_Kind")
 
 STARTED: Final = "started"
-"""The name of an empty file in the profile's folder: the script has reached its training loop."""
+"""The script creates an empty file with this name in the profile's folder when it reaches its training loop."""
 COPIES: Final = "copies"
-"""The name of an empty file in the profile's folder: other copies of the script use the neighbouring folders."""
+"""An empty file with this name in the profile's folder means that other copies of the script use the neighbouring
+folders."""
 TARGET: Final = "target"
-"""The name of a file in the profile's folder with a loss at which the ranks end: see :func:`latest_loss`."""
+"""A file with this name in the profile's folder has a loss at which the ranks end: see :func:`latest_loss`."""
 LAST: Final = "last"
-"""The name of a file in the profile's folder with the number of the last step, after a rank has reached the target."""
+"""A file with this name in the profile's folder has the number of the last step, after a rank has reached the target."""
 NUM_LATEST: Final = 10
 
 

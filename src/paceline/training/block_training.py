@@ -1,6 +1,6 @@
 """Direct a training by blocks of columns: the workers read the data once, then solve for the weights.
 
-If a worker dies, its rows are lost. Then the remaining workers read all data again and restart the passes. The solver's
+If a worker dies, its rows are lost, so the remaining workers read all data again and restart the passes. The solver's
 weights are in a separate table. At the end, they are written to the table of the logistic regression.
 """
 

@@ -2,7 +2,7 @@
 
 A weight multiplies an example's loss and gradient. It is the product of its class's weight and its row's weight
 (:attr:`Batch.weights`). If training uses only a random fraction of the negatives, the weight of each is divided by the
-fraction. Then the expected sums equal the sums over all examples, so predictions need no correction.
+fraction. With these weights, the expected sums equal the sums over all examples, so predictions need no correction.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Receive frames in an event loop without copies. The handler gets views of the buffers that received the frames.
 
-One system call receives many small frames into one buffer. Of a larger frame, only the bytes that are already in this
-buffer are copied. The other bytes are received directly into a large buffer. All connections of an event loop share a
-pool of buffers. An idle connection returns its buffers to the pool. An unauthenticated connection has only a small
-buffer.
+One system call receives many small frames into one buffer. If a frame is larger, only its bytes that are already in
+this buffer are copied. The other bytes are received directly into a large buffer. All connections of an event loop
+share a pool of buffers. An idle connection returns its buffers to the pool. An unauthenticated connection has only a
+small buffer.
 """
 
 from __future__ import annotations

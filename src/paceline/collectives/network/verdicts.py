@@ -57,7 +57,8 @@ def failed(current: CurrentCall, error: BaseException) -> Abort:
 
 
 def of_error(current: CurrentCall, error: BaseException) -> Abort:
-    """Return the ABORT message for ``error``. The text of a CollectiveError is kept; other errors get this call's."""
+    """Return the ABORT message for ``error``. It contains the text of a CollectiveError; for other errors, the text
+    names this call."""
     if isinstance(error, CollectiveError):
         return msgspec.structs.replace(Abort.of(error), sequence=current.sequence)
     return failed(current, error)
@@ -98,8 +99,8 @@ def unexpected(current: CurrentCall, rank: int, frame: Head) -> Abort:
 
 
 def received(current: CurrentCall, abort: Abort) -> Abort:
-    """Return the ABORT for this rank's error, given another rank's ABORT. If that reports a mismatch in the current
-    call, add this rank's call.
+    """Return the ABORT for this rank's error, given another rank's ABORT. If the ABORT reports a mismatch in the
+    current call, add this rank's call.
     """
     if abort.kind != "mismatch" or not abort.calls or abort.sequence != current.sequence:
         return abort

@@ -102,8 +102,8 @@ def known_labels(labels: Doubles) -> Doubles | None:
 def explain_features(features: Sequence[NumericFeature]) -> list[ExplainedNumbers]:
     """Return the scales of each feature, fitted to the labels without the other features.
 
-    Of many features, some fit better with logarithms by chance. Therefore logarithms must be better by additional
-    ln(number of features) nats (the risk inflation criterion: Foster and George, Annals of Statistics 1994).
+    If there are many features, some fit better with logarithms by chance. Therefore logarithms must be better by
+    additional ln(number of features) nats (the risk inflation criterion: Foster and George, Annals of Statistics 1994).
     """
     chance = math.log(max(len(features), 1))
     return [explain_numbers(feature.numbers, known_labels(feature.labels), chance) for feature in features]
@@ -113,7 +113,7 @@ def candidate_scales(explained: Sequence[ExplainedNumbers]) -> list[tuple[Scale,
     """Return distinct candidates for the scales of all features. The usual scales come first.
 
     The other candidates are: 8, 16, 32 or 64 bins for all features that usually have bins; 8, 16 or 32 bins for all
-    features; no bins; no bins and no logarithms. No candidate selects features by their gain: of many features, some
+    features; no bins; no bins and no logarithms. No candidate selects features by their gain: some of many features
     gain by chance, even on held-out examples.
     """
     usual = tuple(fit.usual for fit in explained)

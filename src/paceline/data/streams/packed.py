@@ -98,7 +98,7 @@ class PackedStream(ABC):
         return count > 0
 
     def _next_member(self) -> bool:
-        """Start the next member. Return whether there is one. Raises DataError for bytes that are no padding."""
+        """Start the next member. Return whether there is one. Raises DataError for bytes that are not padding."""
         is_first = self._raw.position == 0
         size = len(self.magics[0])
         self._pending = self._trim(self._pending)

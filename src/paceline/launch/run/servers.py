@@ -1,7 +1,7 @@
 """Run this machine's part of a run's scheduler and servers, and detect losses.
 
 With replicas, dead servers are replaced during the run. Several machines may share one cluster. In both cases this
-process connects to the scheduler as an observer, and the cluster's map shows losses.
+process connects to the scheduler as an observer, and the cluster's view shows losses.
 """
 
 from __future__ import annotations

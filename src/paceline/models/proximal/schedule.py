@@ -24,8 +24,8 @@ def places_of(keys: Keys) -> Keys:
 def count_blocks(block_ratio: float, num_values: int, num_examples: int, num_columns: int) -> int:
     """Return the number of blocks: `block_ratio` times an example's mean number of values, but at most one per column.
 
-    Then an example has on average 1 / `block_ratio` values in a block, so two columns of a block rarely share an
-    example.
+    With this number, an example has on average 1 / `block_ratio` values in a block, so two columns of a block rarely
+    share an example.
     """
     wanted = math.ceil(block_ratio * num_values / max(num_examples, 1))
     return max(1, min(wanted, num_columns))

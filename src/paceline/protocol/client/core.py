@@ -71,7 +71,8 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class RequestJoin:
-    """Call a server to join the iterations at `clock` or later. Pass its answer to :meth:`ClientCore.joined`."""
+    """Call a server, so that this worker joins its iterations at `clock` or later. Pass its answer to
+    :meth:`ClientCore.joined`."""
 
     server: int
     round: int
@@ -297,7 +298,7 @@ class ClientCore:
         return self._joined is not None
 
     def joined(self, server: int, round_: int, clock: int) -> list[Instruction]:
-        """Record a server's answer to a call to join. If servers answer different clocks, the highest is used."""
+        """Record a server's answer to a call to join. If the servers' clocks differ, the highest is used."""
         if self._joined is None or round_ != self._round:
             return []  # obsolete: since the call, a view change has sent every server a resync without `takes_part`
         self._joined[server] = clock

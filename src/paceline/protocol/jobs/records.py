@@ -20,7 +20,7 @@ Counters: TypeAlias = dict[str, float]
 """A worker's counters in a job, by name. Counters never decrease."""
 
 MAX_SHARDS: Final = 1 << 26
-"""The maximum number of shards of a job over all files and epochs. Each file counts as one shard more than it has."""
+"""The maximum number of shards of a job over all files and epochs. Each file counts as one additional shard."""
 
 NONE_FREE: Final = -1
 ALL_DONE: Final = -2

@@ -111,7 +111,7 @@ class Shards:
 
         `files` are the numbers of shards as in the constructor; numbers that workers have reported since are included.
         `done` are the finished shards as (epoch, file, shard); repetitions are allowed. `held` are the leases of live
-        workers; of two leases for one shard, the later counts. `last_lease` is the highest recorded lease number.
+        workers; the later of two leases for one shard is used. `last_lease` is the highest recorded lease number.
 
         Other leased shards are free again. New lease numbers are far above all earlier numbers, so that a late message
         never refers to a new lease.

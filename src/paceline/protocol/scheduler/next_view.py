@@ -219,7 +219,8 @@ class NextView:
         self.drains.removed(incarnation)
 
     def notes(self, membership: Membership) -> list[NotifyOperator]:
-        """Return notes for the operator about silent servers with the only copy of a bucket: one for each, and once."""
+        """Return notes for the operator about silent servers with the only copy of a bucket: one for each server,
+        returned once."""
         notes = []
         needed = {server for server in self.suspects.silent if self.planner.member_of(server)}
         for server in self.suspects.report_waits(needed):

@@ -104,7 +104,7 @@ class Evidence:
 
 
 def _newest(views: Iterable[View]) -> View:
-    """Return the newest view; of equal views, a view with workers."""
+    """Return the newest view. Among copies of this view, prefer one with workers."""
     return max(views, key=lambda view: (view.order, not view.is_partial), default=View())
 
 

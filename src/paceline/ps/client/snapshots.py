@@ -37,7 +37,7 @@ from paceline.storage.format import PartUse, SnapshotManifest, StoredPart, Store
 from paceline.storage.snapshot_directory import SnapshotDirectory, SnapshotWriteError, describe_failure, folder_name
 
 FULL_EVERY = 10
-"""In this number of successive snapshots, one is full: it refers to no earlier snapshot."""
+"""One in this number of snapshots is full: it refers to no earlier snapshot."""
 _MARGINS = (2, 16, 256, 4096)  # tried in order: iterations from the servers' highest clock to the snapshot
 _PATIENCE_S = 120.0
 """A snapshot fails if buckets still move to other servers after this time."""

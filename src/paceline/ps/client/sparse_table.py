@@ -52,7 +52,7 @@ class SparseTable(Table):
         1), all finite. `tick` ends the iteration with this push, as :meth:`Client.tick` does. `assume_unique` skips
         the search for equal keys. Returns immediately; do not change the arrays until the ticket is done.
 
-        Raises UsageError for a wrong dtype or shape, NonFiniteError for NaN or Inf; then nothing is sent.
+        Raises UsageError for a wrong dtype or shape, and NonFiniteError for NaN or Inf, before anything is sent.
         """
         with self._servers.lock:
             distinct, flat, _ = self._prepare_push(keys, grads, assume_unique)

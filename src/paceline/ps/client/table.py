@@ -87,7 +87,7 @@ class Table(NotebookTable):
         """Change hyperparameters, such as the learning rate, on every server; the rule must stay the same.
 
         Models saved later contain the new values. Processes may declare the table with the new or the original values.
-        Raises UsageError for another rule; then nothing is changed.
+        Raises UsageError for another rule, before anything is changed.
         """
         if not isinstance(update, UpdateRule):
             raise UsageError(f"update={update!r}: expected an update rule such as paceline.SGD(lr=0.1)")
@@ -102,7 +102,7 @@ class Table(NotebookTable):
         """Set the filters of this client's later requests, as in the table's declaration.
 
         Values that the former filters have not sent yet are lost. Pulls in flight are answered without filters. Raises
-        UsageError if a server lacks a filter; then nothing is changed.
+        UsageError if a server lacks a filter, before anything is changed.
         """
         chosen = TableFilters(filters, pull_filters, is_dense=self.spec.kind == "dense") or None
         if chosen is not None:

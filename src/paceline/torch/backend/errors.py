@@ -81,7 +81,7 @@ def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
 
 
 def _numbering(text: str, global_ranks: Sequence[int], named: Sequence[int] = ()) -> str:
-    """Return a text that lists the program's ranks for the group's ranks in `text`; "" if the numbers are equal."""
+    """Return a text with the rank in the program of each group rank in `text`; "" if the numbers are equal."""
     if not _RANK.search(text) or all(rank == number for number, rank in enumerate(global_ranks)):
         return ""
     shown = [rank for rank in named if rank < len(global_ranks)] or range(len(global_ranks))

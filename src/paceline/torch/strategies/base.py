@@ -426,7 +426,7 @@ def give_own_memory(model: nn.Module) -> None:
 
 
 def check_dense(model: nn.Module, source: str) -> None:
-    """Raise UsageError for a parameter or buffer that is not dense. The message begins with `source`."""
+    """Raise UsageError for a parameter or buffer that is not dense. The text of the error begins with `source`."""
     kinds = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
     for kind, (name, tensor) in ((kind, named_tensor) for kind, named in kinds for named_tensor in named):
         if tensor.layout is torch.strided:

@@ -1,6 +1,7 @@
 """Record the phases of a training loop: data, forward, backward, communication, optimizer.
 
-Times are those of the training thread. On a GPU, an operation counts where the thread waits for its result.
+Times are those of the training thread. On a GPU, the time of an operation belongs to the phase in which the thread
+waits for its result.
 """
 
 from __future__ import annotations

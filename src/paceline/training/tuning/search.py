@@ -74,9 +74,9 @@ def tune_linear(
 ) -> TunedModel:
     """Return the best settings of a linear model, of `rules` and the neighbours of the best rule.
 
-    Of many rules, some are better by chance. Therefore another rule must be better than the first one by more than a
-    standard error (two for up to 5,000 examples). Settings that the user has `given`, such as ``l1``, do not change. If
-    `default` is not None, its rule is the first, and the search tries more.
+    If many rules are tried, some are better by chance. Therefore another rule must be better than the first one by more
+    than a standard error (two for up to 5,000 examples). Settings that the user has `given`, such as ``l1``, do not
+    change. If `default` is not None, its rule is the first, and the search tries more.
     """
     is_wide = default is not None
     trial = ModelTrial(

@@ -9,9 +9,9 @@ contain fewer than 500 examples of the rarer class, up to five eighths are held 
 after oversampling, either all copies of an example are held out or none. Otherwise memorizing would look like learning.
 
 If there are few examples, the lowest of many losses is low by chance. Therefore results are compared with a standard, 8
-passes of the first rule, if there are up to 5,000 examples and fewer features than examples. To the loss of any other
-result, half a standard error of its difference from the standard is added. Adding more does harm if L2 penalties are
-tried: on 26 small data sets, public and generated (docs/explanation/defaults.md), AUC with half an error is 0.001
+passes of the first rule, if there are up to 5,000 examples and fewer features than examples. The loss of any other
+result is increased by half a standard error of its difference from the standard. Adding more does harm if L2 penalties
+are tried: on 26 small data sets, public and generated (docs/explanation/defaults.md), AUC with half an error is 0.001
 higher than with one error and 0.002 higher than with three.
 """
 
