@@ -152,7 +152,7 @@ class Faults(FaultSchedule):
             or server.is_paused
             or self.network.is_any_cut(server.host)
             or (server.is_leaving and self.cluster.settings.replicas > 0)
-            or (core is not None and self.cluster.incarnation_of(server) in core.suspects.at_odds)
+            or (core is not None and self.cluster.incarnation_of(server) in core.suspects.with_unreachable_peers)
         )
 
     def _doubt(self, servers: Collection[VirtualProcess], seconds: float) -> None:

@@ -43,13 +43,13 @@ class ZeroRows:
         are_zero: npt.NDArray[np.bool_] = self._marks.read(keys)[:, 0] > 0
         return are_zero
 
-    def note_pulled(self, keys: Keys, rows: Floats) -> None:
+    def record_pulled(self, keys: Keys, rows: Floats) -> None:
         """Record for distinct rows whether their pulled values (float32 [n, dim]) are all 0."""
         change = np.logical_not(rows.any(axis=1)).astype(np.float32) - self._marks.read(keys)[:, 0]
         changed = change != 0
         self._marks.add(keys[changed], change[changed])
 
-    def note_sent(self, keys: Keys) -> None:
+    def record_sent(self, keys: Keys) -> None:
         self._marks.add(keys, np.full(len(keys), -1, np.float32))
 
 
@@ -62,9 +62,9 @@ class RowSelection:
         self._held = HeldRows(dim) if chosen_by.keeps_residual else None
         self._zeros = ZeroRows() if chosen_by.needs_l1 else None
 
-    def note_pulled(self, keys: Keys, values: Floats) -> None:
+    def record_pulled(self, keys: Keys, values: Floats) -> None:
         if self._zeros is not None:
-            self._zeros.note_pulled(keys, values.reshape(-1, self._dim))
+            self._zeros.record_pulled(keys, values.reshape(-1, self._dim))
 
     def choose(self, keys: Keys, values: Floats, clock: int, seed: int, l1: float = 0.0) -> tuple[Keys, Floats]:
         """Return the keys and values (float32 [n * dim]) to send; keep the other rows. `l1` is the rule's penalty."""
@@ -96,7 +96,7 @@ class RowSelection:
         if not is_finite.all():
             chosen = chosen | ~is_finite.all(axis=1)
         if self._zeros is not None:
-            self._zeros.note_sent(keys[are_zero & chosen])
+            self._zeros.record_sent(keys[are_zero & chosen])
         return chosen
 
     def held_back(self, keys: Keys) -> Floats:

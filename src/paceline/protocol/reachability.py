@@ -88,8 +88,8 @@ class Reachability:
         for known in (self._complaints, self._since_s, self._last_s):
             for dead in known.keys() - set(living):
                 del known[dead]
-        at_odds = self._at_odds(time_s)
-        due = {server for pair, reported_s in at_odds.items() if reported_s >= self._patience_s for server in pair}
+        pairs = self._reported_pairs(time_s)
+        due = {server for pair, reported_s in pairs.items() if reported_s >= self._patience_s for server in pair}
         if not due:
             return None
         # Rule 2: the last server with a bucket is never expelled: waiting for the network is better than data loss.
@@ -97,10 +97,10 @@ class Reachability:
         if not expendable:
             return None
         # Rule 1: expel the server that is in the most pairs, because its own link is probably cut.
-        num_pairs = Counter(server for pair in at_odds for server in pair)
+        num_pairs = Counter(server for pair in pairs for server in pair)
         # Rule 3: of several such servers expel the youngest, because it has the least data.
         expelled = max(expendable, key=lambda server: (num_pairs[server], server))
-        return Unreachable(expelled, tuple(sorted(sum(pair) - expelled for pair in at_odds if expelled in pair)))
+        return Unreachable(expelled, tuple(sorted(sum(pair) - expelled for pair in pairs if expelled in pair)))
 
     @property
     def in_doubt(self) -> frozenset[int]:
@@ -123,7 +123,7 @@ class Reachability:
     def _silence_s(self, server: int, time_s: float) -> float:
         return time_s - self._last_s.get(server, -float("inf"))
 
-    def _at_odds(self, time_s: float) -> dict[tuple[int, int], float]:
+    def _reported_pairs(self, time_s: float) -> dict[tuple[int, int], float]:
         """Return the pairs in which one server does not reach the other server, with the duration of the reports.
 
         Rule 4: a pair counts only while both servers send heartbeats without interruption, and its duration does not

@@ -38,7 +38,7 @@ def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
         index.mark(store.directory, store.layout, later)
 
 
-def note_push(store: SparseStore, keys: Keys) -> None:
+def record_push(store: SparseStore, keys: Keys) -> None:
     if store.layout[index.MARK] != 0:
         index.mark(store.directory, store.layout, keys)
 
@@ -57,7 +57,7 @@ def last_passes(store: SparseStore, bucket: int, keys: Keys) -> npt.NDArray[np.f
     return numbers
 
 
-def note_passes(store: SparseStore, keys: Keys, numbers: npt.NDArray[np.int64]) -> None:
+def record_passes(store: SparseStore, keys: Keys, numbers: npt.NDArray[np.int64]) -> None:
     """Record that the rows of `keys` (uint64 [n]) were last pushed in passes `numbers` (int64 [n])."""
     current = store.pass_number
     oldest, mark = current - index.NUM_MARKS + 1, store.layout[index.MARK]

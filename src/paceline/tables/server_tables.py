@@ -79,7 +79,7 @@ class ServerTables:
         is_empty = not len(floats if selection.keys is None else selection.keys)
         return None if is_empty else Piece(piece.table, selection, floats)
 
-    def note_erased(self, sender: int, sequence: int, buckets: Buckets, num_rows: int) -> None:
+    def record_erased(self, sender: int, sequence: int, buckets: Buckets, num_rows: int) -> None:
         """Record the number of erased rows, so that a repeated request for this erasure has the same reply."""
         last, parts = self._erased.get(sender, (0, []))
         self._erased[sender] = sequence, [*(parts if last == sequence else ()), (buckets, num_rows)]

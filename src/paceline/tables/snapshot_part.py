@@ -33,7 +33,7 @@ class EarlierRows:
         self._before = SparseStore(dim=store.dim, rule=rule, memory=store.memory)
         self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # for each changed key: 1 if it had a row, otherwise 0
 
-    def put_aside(self, keys: Keys) -> None:
+    def copy_before_write(self, keys: Keys) -> None:
         _, known = self._seen.read_records(keys)
         if known.all():
             return
@@ -78,20 +78,20 @@ class Moment:
         self._rows = EarlierRows(part.store, part.rule) if isinstance(part, SparsePart) else None
         self._copies: dict[int, tuple[Keys, Floats]] = {}
 
-    def put_aside(self, touched: Buckets, selection: Selection) -> None:
+    def copy_before_write(self, touched: Buckets, selection: Selection) -> None:
         """Copy the data that a write will change: rows of a sparse table, or whole buckets of a dense table."""
         touched &= self.waiting
         if not touched:
             return
         if self._rows is None:
-            self.put_aside_buckets(touched)
+            self.copy_buckets(touched)
             return
         assert selection.keys is not None
         chosen: npt.NDArray[np.int64] = np.empty(len(selection.keys), np.int64)
         count = select(selection.keys, to_words(touched), chosen)
-        self._rows.put_aside(selection.keys[chosen[:count]])
+        self._rows.copy_before_write(selection.keys[chosen[:count]])
 
-    def put_aside_buckets(self, buckets: Buckets) -> None:
+    def copy_buckets(self, buckets: Buckets) -> None:
         for bucket in buckets_in(buckets & self.waiting):
             if bucket not in self._copies:
                 self._copies[bucket] = self._read(bucket)
@@ -122,12 +122,12 @@ class WatchedPart:
     def unchanged_since(self, snapshot: SnapshotId) -> Buckets:
         return self._written.get(snapshot, 0)
 
-    def note_written(self, snapshot: SnapshotId, buckets: Buckets) -> None:
+    def record_written(self, snapshot: SnapshotId, buckets: Buckets) -> None:
         """Record that a snapshot contains `buckets`, and forget earlier snapshots of its directory."""
         self._forget([known for known in self._written if known[0] == snapshot[0]], buckets)
         self._written[snapshot] = self._written.get(snapshot, 0) | buckets
 
-    def _note_changed(self, buckets: Buckets) -> None:
+    def _record_changed(self, buckets: Buckets) -> None:
         self._forget(list(self._written), buckets)
 
     def _forget(self, snapshots: list[SnapshotId], buckets: Buckets) -> None:
@@ -141,13 +141,13 @@ class WatchedPart:
             return
         touched = self.part.buckets_of(selection)
         if self.moment is not None:
-            self.moment.put_aside(touched, selection)
-        self._note_changed(touched)
+            self.moment.copy_before_write(touched, selection)
+        self._record_changed(touched)
 
     def _touch_all(self, buckets: Buckets) -> None:
         if self.moment is not None:
-            self.moment.put_aside_buckets(buckets)
-        self._note_changed(buckets)
+            self.moment.copy_buckets(buckets)
+        self._record_changed(buckets)
 
     def push(self, selection: Selection, grads: Floats) -> None:
         self._touch(selection)
@@ -174,7 +174,7 @@ class WatchedPart:
         return self.part.erase(keys)
 
     def hold(self, buckets: Buckets) -> None:
-        self._note_changed(buckets & ~self.part.held)
+        self._record_changed(buckets & ~self.part.held)
         self.part.hold(buckets)
 
     def drop(self, buckets: Buckets) -> None:

@@ -70,7 +70,7 @@ class SparsePart(TablePart):
         self.check_bucket(bucket, keys)
         self.magnitudes.widen(records)
         self.store.load_bucket(bucket, keys, records)
-        passes.note_push(self.store, keys)
+        passes.record_push(self.store, keys)
         self._held |= 1 << bucket
 
     @override
@@ -100,7 +100,7 @@ class SparsePart(TablePart):
         assert keys is not None
         store.push(keys, grads)
         if store.pass_number:
-            passes.note_push(store, keys)
+            passes.record_push(store, keys)
 
     @override
     def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
@@ -126,7 +126,7 @@ class SparsePart(TablePart):
     def write_records(self, keys: Keys, records: Floats) -> None:
         self.magnitudes.widen(records.reshape(len(keys), self.record_words))
         self.store.write_records(keys, records)
-        passes.note_push(self.store, keys)
+        passes.record_push(self.store, keys)
 
     @override
     def erase(self, keys: Keys) -> int:
@@ -161,7 +161,7 @@ class SparsePart(TablePart):
         if records.shape[1] == self.record_words:
             self.load_bucket(bucket, keys, records)
             if self.pass_number and rows_of is not None and len(keys):
-                passes.note_passes(self.store, keys, np.full(len(keys), rows_of))
+                passes.record_passes(self.store, keys, np.full(len(keys), rows_of))
             return
         numbers = records[:, -1].astype(np.int64)
         self.load_bucket(bucket, keys, np.ascontiguousarray(records[:, :-1]))
@@ -169,7 +169,7 @@ class SparsePart(TablePart):
             newest = max(1, int(numbers.max()))
             if self.pass_number < newest:
                 self.begin_pass(newest, newest)
-            passes.note_passes(self.store, keys, numbers)
+            passes.record_passes(self.store, keys, numbers)
 
     def unseen_keys(self, bucket: int, num_passes: int) -> Keys:
         return passes.unseen_keys(self.store, bucket, num_passes)

@@ -196,7 +196,7 @@ def test_rows_at_0_are_sent_if_their_weights_may_change() -> None:
         return dict(zip(keys.tolist(), found.reshape(-1, 2).round(6).tolist(), strict=True))
 
     assert len(sent(rows)) == 3  # their weights are unknown
-    selection.note_pulled(np.arange(3, dtype=np.uint64), np.array([0, 0, 0, 0, 0, 0.5], np.float32))
+    selection.record_pulled(np.arange(3, dtype=np.uint64), np.array([0, 0, 0, 0, 0, 0.5], np.float32))
     assert sorted(sent(rows)) == [1, 2]
     assert sorted(sent(rows)) == [
         0,
@@ -204,9 +204,9 @@ def test_rows_at_0_are_sent_if_their_weights_may_change() -> None:
         2,
     ]  # row 0: its residual; row 1: not pulled since its push
     assert (selection.held_back(np.arange(3, dtype=np.uint64)) == 0).all()
-    selection.note_pulled(np.arange(2, dtype=np.uint64), np.zeros(4, np.float32))
+    selection.record_pulled(np.arange(2, dtype=np.uint64), np.zeros(4, np.float32))
     assert sorted(sent(rows / 10)) == [2]
-    selection.note_pulled(np.arange(1, dtype=np.uint64), np.array([0, -0.1], np.float32))
+    selection.record_pulled(np.arange(1, dtype=np.uint64), np.array([0, -0.1], np.float32))
     found = sent(rows / 10)
     assert sorted(found) == [0, 2]
     np.testing.assert_allclose(found[0], rows[0] / 5, rtol=1e-5)

@@ -91,16 +91,16 @@ def test_changed_buckets_are_recorded() -> None:
     keys = np.arange(10_000, dtype=np.uint64)
     part.push(Selection(keys), np.ones(len(keys), np.float32))
     assert part.unchanged_since(("d", 1)) == 0
-    part.note_written(("d", 1), ALL)
+    part.record_written(("d", 1), ALL)
     assert part.unchanged_since(("d", 1)) == ALL
     touched = part.part.buckets_of(Selection(keys[:3]))
     part.push(Selection(keys[:3]), np.ones(3, np.float32))
     assert part.unchanged_since(("d", 1)) == ALL & ~touched
-    part.note_written(("d", 2), touched)
+    part.record_written(("d", 2), touched)
     assert part.unchanged_since(("d", 1)) | part.unchanged_since(("d", 2)) == ALL
     assert part.unchanged_since(("d", 1)) & part.unchanged_since(("d", 2)) == 0
     assert part.unchanged_since(("other", 1)) == 0
-    part.note_written(("other", 1), ALL)
+    part.record_written(("other", 1), ALL)
     assert part.unchanged_since(("d", 2)) == touched
     first = next(buckets_in(touched))
     part.load_bucket(first, *part.part.read_bucket(first))

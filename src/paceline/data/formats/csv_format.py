@@ -219,7 +219,7 @@ class CsvReader:
                 if window.position > before or last:
                     break
                 self._grow()
-            self._note_row_start()
+            self._record_row_start()
             if parsed.num_bad:
                 self._judge(parsed)
                 report(parsed.num_bad, [self._describe(base, at, why) for at, why in parsed.bad])
@@ -311,9 +311,9 @@ class CsvReader:
                     return
             if window.position == before:
                 self._grow()
-            self._note_row_start()
+            self._record_row_start()
 
-    def _note_row_start(self) -> None:
+    def _record_row_start(self) -> None:
         position = self._window.position
         if not self._row_starts or position > self._row_starts[-1]:
             self._row_starts.append(position)

@@ -69,7 +69,7 @@ class Convergence:
         """Whether the next pass covers all columns."""
         self.has_converged = False
 
-    def note_pass(self, objective: float) -> None:
+    def record_pass(self, objective: float) -> None:
         """Record the objective after a pass.
 
         A pass is steady if it changes the objective by less than the tolerance. The solver stops after a steady pass

@@ -195,7 +195,7 @@ class BlockSolver:
         first, second = self._exchange.finish(ticket)
         before, after, gradients = self._weights[columns], first.astype(np.float64), second.astype(np.float64)
         l1, l2 = self._l1[columns], self._l2[columns]
-        sweep.note(columns, before, after, gradients, l1, l2, self._units[columns])
+        sweep.record(columns, before, after, gradients, l1, l2, self._units[columns])
         self._weights[columns] = after
         self._radii[columns] = rules.next_radii(after - before, self._units[columns])
         self._margins.move(columns, after - before)
@@ -234,7 +234,7 @@ class BlockSolver:
         return after
 
     def _end_pass(self, convergence: Convergence, state: _State, num_blocks: int) -> BlockPass:
-        convergence.note_pass(state.objective)
+        convergence.record_pass(state.objective)
         ended = ""
         if convergence.has_converged:
             ended = "converged"
@@ -286,7 +286,7 @@ class _Sweep:
         self.violation = 0.0
         self._threshold = threshold
 
-    def note(
+    def record(
         self,
         columns: Positions,
         before: Doubles,

@@ -5,7 +5,7 @@ Members store records of the latest job (:class:`MemberLedger`). A new scheduler
 
 from paceline.protocol.jobs import messages
 from paceline.protocol.jobs.core import JobCore
-from paceline.protocol.jobs.ledger import Remembered
+from paceline.protocol.jobs.ledger import RejoinedMember
 from paceline.protocol.jobs.member import MemberLedger
 from paceline.protocol.jobs.records import (
     ALL_DONE,
@@ -40,7 +40,7 @@ __all__ = [
     "Lease",
     "MemberLedger",
     "NONE_FREE",
-    "Remembered",
+    "RejoinedMember",
     "SHARD",
     "TakenReport",
     "messages",

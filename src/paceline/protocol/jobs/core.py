@@ -11,7 +11,7 @@ from typing import Final
 
 from paceline.errors import PeerError
 from paceline.protocol.jobs import messages
-from paceline.protocol.jobs.ledger import JobLedger, Remembered
+from paceline.protocol.jobs.ledger import JobLedger, RejoinedMember
 from paceline.protocol.jobs.messages import Answer, ReceivedRequest
 from paceline.protocol.jobs.records import ALL_DONE, Job, JobFacts, JobRecord, Lease
 from paceline.protocol.membership import Member, Membership, Role
@@ -92,10 +92,10 @@ class JobCore:
                 if self.ledger is not None and membership.find(received.incarnation) is not None:
                     self.ledger.results.record_progress(received.incarnation, counters)
                 return []
-        self._note(received, membership)
+        self._record(received, membership)
         return [Answer(call, None)]
 
-    def _note(self, received: ReceivedRequest, membership: Membership) -> None:
+    def _record(self, received: ReceivedRequest, membership: Membership) -> None:
         """Record a worker's message about its job; ignore messages about jobs that are over."""
         request = received.request
         assert isinstance(request, messages.LeaseDone | messages.FileEnded | messages.Report | messages.JobFailed)
@@ -181,27 +181,27 @@ class JobCore:
         return peer is self._poster
 
     def restore(
-        self, remembered: Collection[Remembered], dead: Collection[Member], time_s: float, *, term: int
+        self, rejoined: Collection[RejoinedMember], dead: Collection[Member], time_s: float, *, term: int
     ) -> None:
         """Restore the latest job from the members' records. `dead` are the members that did not reconnect.
 
         `term` is the term of this scheduler. The reconnected members may not know the latest job, whose number must not
         be used again. So new jobs get higher numbers than all jobs of earlier terms.
         """
-        memories = [known.memory for known in remembered if known.memory is not None]
+        memories = [known.memory for known in rejoined if known.memory is not None]
         facts = JobFacts(max((memory.number for memory in memories), default=0))
         for memory in memories:
             if memory.number == facts.number:
                 facts.merge(memory.record)
         self.last_number = max(facts.number, term << _TERM_SHIFT)
-        workers = [known for known in remembered if known.member.role is Role.WORKER]
+        workers = [known for known in rejoined if known.member.role is Role.WORKER]
         for worker in workers:
             if worker.memory is not None and worker.memory.is_busy:
                 self._busy[worker.member.incarnation] = worker.memory.number if worker.memory.working else 0
         lost = [member for member in dead if member.role is Role.WORKER]
         ranks = [member.rank for member in (*(worker.member for worker in workers), *lost)]
         num_workers = max(self._num_workers, max(ranks, default=-1) + 1)
-        for known in remembered:
+        for known in rejoined:
             posted = known.memory
             if posted is not None and posted.number == facts.number and posted.posted is not None:
                 self.ledger = JobLedger.restore(

@@ -30,7 +30,7 @@ from paceline.protocol.membership import Member
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class RejoinedMember:
     """A member of an earlier scheduler's cluster, its connection `peer`, and its record of the latest job."""
 
     peer: object
@@ -83,7 +83,7 @@ class JobLedger:
         cls,
         facts: JobFacts,
         posters: JobMemory,
-        workers: Collection[Remembered],
+        workers: Collection[RejoinedMember],
         *,
         dead: Collection[Member],
         num_workers: int,

@@ -15,7 +15,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
-from paceline.protocol.jobs import JobCore, Remembered
+from paceline.protocol.jobs import JobCore, RejoinedMember
 from paceline.protocol.jobs.messages import Answer, CountersReceived, JobNews, JobRequest, ReceivedRequest
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.placement import NUM_BUCKETS
@@ -314,11 +314,11 @@ class SchedulerCore:
 
     def _take_over(self, taken: events.TakenOver, time_s: float) -> list[Instruction]:
         self.settings = replace(self.settings, cluster=self.cluster.name)
-        remembered = [
-            Remembered(self.sessions.take_over(peer, rejoin.member.incarnation), rejoin.member, rejoin.job)
+        rejoined = [
+            RejoinedMember(self.sessions.take_over(peer, rejoin.member.incarnation), rejoin.member, rejoin.job)
             for peer, rejoin in taken.returned
         ]
-        self.jobs.restore(remembered, list(taken.dead), time_s, term=self.cluster.term)
+        self.jobs.restore(rejoined, list(taken.dead), time_s, term=self.cluster.term)
         return self._send_news_soon()
 
     def _publish(self, view: View) -> list[SendMessage]:

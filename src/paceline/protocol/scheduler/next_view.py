@@ -37,7 +37,7 @@ class Suspects:
         return self._silent.keys()
 
     @property
-    def at_odds(self) -> frozenset[int]:
+    def with_unreachable_peers(self) -> frozenset[int]:
         """The servers that report another server as unreachable, and the reported servers."""
         return self._reachability.in_doubt
 

@@ -65,7 +65,7 @@ class TableFilters:
         sent = [item.describe() for item in self.requests.filters if item not in self.requests.rows]
         self.info = messages.FilterInfo(requests=sent, answers=self.answers.describe())
         self.follow_weights = any(item.needs_l1 for item in self.requests.rows)
-        """Whether the filters need the pulled values; if so, the client calls :meth:`note_pulled`."""
+        """Whether the filters need the pulled values; if so, the client calls :meth:`record_pulled`."""
         self._is_dense = is_dense
         self._l1: float | None = None  # the L1 penalty of the table's update rule; None until the first use
         self._selections: list[RowSelection] = []
@@ -98,9 +98,9 @@ class TableFilters:
                     f"table {spec.name!r} has {from_fields(RULES, spec.update)!r}"
                 )
 
-    def note_pulled(self, keys: Keys, values: Floats, dim: int) -> None:
+    def record_pulled(self, keys: Keys, values: Floats, dim: int) -> None:
         for selection in self._selections_for(dim):
-            selection.note_pulled(keys, values)
+            selection.record_pulled(keys, values)
 
     def choose(self, keys: Keys, grads: Floats, spec: TableSpec, clock: int, seed: int) -> tuple[Keys, Floats]:
         if self._l1 is None:

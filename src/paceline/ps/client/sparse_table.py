@@ -222,7 +222,7 @@ class SparseTable(Table):
             if inner is not None:
                 inner()
             if filters is not None and filters.follow_weights:
-                filters.note_pulled(keys, values, self.dim)
+                filters.record_pulled(keys, values, self.dim)
             if inverse is not None:
                 take_rows(values, inverse, self.dim, out.reshape(-1))
             return out

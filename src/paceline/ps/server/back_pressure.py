@@ -41,7 +41,7 @@ class BackPressure:
         """Return the bytes of the buffered pushes of incomplete iterations."""
         return 0 if self._buffer is None else self._buffer.num_bytes
 
-    def note(self, peer: Peer, num_bytes: int) -> None:
+    def record(self, peer: Peer, num_bytes: int) -> None:
         """Record buffered bytes of a peer; pause the peer if the budget is exceeded."""
         self._added += num_bytes
         if self._added <= self.max_bytes:  # the exact count is not needed yet

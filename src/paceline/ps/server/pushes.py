@@ -145,7 +145,7 @@ def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
         elif push.operation == ERASURE:
             num_erased = part.erase(piece.selection.key_array())
             if piece.table == push.pieces[0].table:
-                tables.note_erased(push.incarnation, push.sequence, buckets, num_erased)
+                tables.record_erased(push.incarnation, push.sequence, buckets, num_erased)
         else:
             raise ProtocolError(f"unknown operation {push.operation!r} of a push: run the same version on all servers")
 

@@ -153,13 +153,13 @@ class ReplicaChecks:
         self._unordered -= {bucket}
         if not is_same and not is_ordered:
             self._unordered.add(bucket)
-        self._note(bucket, found, rank)
+        self._record(bucket, found, rank)
 
     def _rows(self, number: int, bucket: int) -> tuple[int, int]:
         keys, records = self._tables.find(number).part.read_bucket(bucket)
         return len(keys), int(digest_records(keys, records.view(np.uint32)))
 
-    def _note(self, bucket: int, found: dict[tuple[int, int], str], rank: int) -> None:
+    def _record(self, bucket: int, found: dict[tuple[int, int], str], rank: int) -> None:
         before = self._differences
         self._differences = {key: line for key, line in before.items() if key[0] != bucket}
         for key, difference in found.items():

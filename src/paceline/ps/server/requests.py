@@ -121,7 +121,7 @@ class Requests:
 
         table.pushes += 1
         self._runtime.surely(admit)
-        self._pressure.note(peer, new[1].nbytes)
+        self._pressure.record(peer, new[1].nbytes)
 
     def _push_down(
         self, peer: Peer, header: Header, table: ServerTable, pushed: Push, top: float, verdict: Verdict
@@ -131,7 +131,7 @@ class Requests:
         if fresh:
             dropped = self._stale.was_dropped(worker, header)  # the core does not record dropped pushes
             if verdict.takes_part and not dropped:
-                dropped, grads, top = self._treat(worker, header, table, (selection, grads), top)
+                dropped, grads, top = self._apply_stale_policy(worker, header, table, (selection, grads), top)
             if dropped:
                 self._runtime.answer_push(peer, header, selection, self._tick_of(peer, header), DROPPED)
                 return
@@ -151,18 +151,18 @@ class Requests:
         push.own()
         table.part.reserve(selection)
         self._runtime.surely(lambda: self._core.admit(verdict, push))
-        self._pressure.note(peer, push.num_bytes)
+        self._pressure.record(peer, push.num_bytes)
         if fresh:
             table.staleness.applied(worker, header.clock)
         self._tick_of(peer, header)
 
-    def _treat(
+    def _apply_stale_policy(
         self, worker: int, header: Header, table: ServerTable, push: Push, top: float
     ) -> tuple[bool, Floats, float]:
-        """Apply the policy for stale gradients (:meth:`StaleGradients.treat`); pushes of counts stay unchanged."""
+        """Apply the policy for stale gradients (:class:`StaleGradients`); pushes of counts stay unchanged."""
         staleness = table.staleness.observe(worker, header.clock)
         if staleness and not header.flags & EXACT:
-            return self._stale.treat(worker, header, table, push, top, staleness)
+            return self._stale.apply_policy(worker, header, table, push, top, staleness)
         return False, push[1], top
 
     def _use_applied_gradients(self, push: ChainPush, selection: Selection) -> None:
@@ -199,7 +199,7 @@ class Requests:
     def _apply(self, peer: Peer, header: Header, table: ServerTable, new: Push, top: float, verdict: Verdict) -> int:
         (selection, grads), dropped = new, False
         if verdict.takes_part:
-            dropped, grads, top = self._treat(verdict.worker, header, table, new, top)
+            dropped, grads, top = self._apply_stale_policy(verdict.worker, header, table, new, top)
         if not dropped:
             if not table.part.magnitudes.take(top):
                 self._try_push(peer, table, (selection, grads), top)

@@ -189,7 +189,7 @@ class Server(Handler):
             timing = self.core.time(kind, peer.hello.incarnation, header.epoch)
             if timing in POSTPONED:
                 self.core.postpone(timing, peer.hello.incarnation, (peer, header, bytes(meta), bytearray(body)))
-                self.pressure.note(peer, len(meta) + len(body))
+                self.pressure.record(peer, len(meta) + len(body))
             elif header.clock > MAX_CLOCK:
                 raise ProtocolError(f"a frame of iteration {header.clock}: expected at most {MAX_CLOCK}")
             elif timing is Timing.STALE:

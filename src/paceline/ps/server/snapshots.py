@@ -93,7 +93,7 @@ class _Taking:
                     remaining &= ~kept
             if self._request.boundary is not None and remaining:
                 self._moments[number] = part.moment = Moment(part.part, remaining)
-                part.note_written(self.id, remaining)
+                part.record_written(self.id, remaining)
             todo[number] = remaining
         self._task = _start(self._take(todo))
 
@@ -156,7 +156,7 @@ class _Taking:
         if not part.held >> bucket & 1:
             return None
         keys, records = part.part.read_bucket(bucket)
-        part.note_written(self.id, 1 << bucket)
+        part.record_written(self.id, 1 << bucket)
         return keys, records
 
     def _close_moment(self, number: int) -> None:

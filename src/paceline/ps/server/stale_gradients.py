@@ -29,7 +29,7 @@ class StaleGradients:
         """Whether applied gradients may differ from the pushed gradients."""
         return self._compensation is not None
 
-    def treat(
+    def apply_policy(
         self, worker: int, header: Header, table: ServerTable, push: Push, top: float, staleness: int
     ) -> tuple[bool, Floats, float]:
         """Return whether a push is dropped as too stale, the gradients to apply, and their greatest magnitude."""

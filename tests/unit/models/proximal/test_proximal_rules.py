@@ -135,17 +135,17 @@ def test_a_block_moves_with_all_blocks_within_the_delay(num_steps: int, max_dela
 
 def test_training_ends_when_a_pass_over_all_columns_changes_little() -> None:
     run = Convergence(100.0, 1e-3, 1000)
-    run.note_pass(50.0)
+    run.record_pass(50.0)
     assert (run.change, run.is_over_all, run.is_over) == (1.0, False, False)
-    run.note_pass(49.99)
+    run.record_pass(49.99)
     assert (run.is_over_all, run.has_converged) == (
         True,
         False,
     )  # the filter may have skipped some columns
-    run.note_pass(45.0)
+    run.record_pass(45.0)
     assert (run.is_over_all, run.has_converged) == (False, False)  # the filter had skipped some columns
-    run.note_pass(44.99)
-    run.note_pass(44.98)
+    run.record_pass(44.99)
+    run.record_pass(44.98)
     assert run.has_converged
     assert run.is_over
 
@@ -154,7 +154,7 @@ def test_passes_over_all_columns_occur_regularly() -> None:
     run, over_all = Convergence(2.0**40, 1e-9, 25), []
     while not run.is_over:
         over_all.append(run.is_over_all)
-        run.note_pass(2.0 ** (39 - run.num_passes))
+        run.record_pass(2.0 ** (39 - run.num_passes))
     assert [number for number, is_full in enumerate(over_all) if is_full] == [
         0,
         FULL_PASS_INTERVAL,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import PeerError
-from paceline.protocol.jobs import Job, JobCore, JobMemory, JobRecord, JobSpec, JobState, Remembered, messages
+from paceline.protocol.jobs import Job, JobCore, JobMemory, JobRecord, JobSpec, JobState, RejoinedMember, messages
 from paceline.protocol.jobs.messages import ReceivedRequest
 from paceline.protocol.membership import Member, Membership, Role
 
@@ -61,9 +61,9 @@ def test_a_departed_worker_is_not_waited_for() -> None:
     assert [(answer.call, answer.content) for answer in answers] == [(first.incarnation, Job(number=2))]
 
 
-def remembered(member: Member, **memory: object) -> Remembered:
+def rejoined(member: Member, **memory: object) -> RejoinedMember:
     known = JobMemory(record=JobRecord(number=1), **memory)  # type: ignore[arg-type]
-    return Remembered(member.incarnation, member, known)
+    return RejoinedMember(member.incarnation, member, known)
 
 
 def test_a_finished_worker_gets_the_job_again_if_shards_are_returned() -> None:
@@ -71,7 +71,7 @@ def test_a_finished_worker_gets_the_job_again_if_shards_are_returned() -> None:
     cluster = Cluster(1)
     worker = cluster.workers[0]
     poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
-    cluster.core.restore([remembered(poster, posted=SPEC), remembered(worker, working=True)], [], 1.0, term=7)
+    cluster.core.restore([rejoined(poster, posted=SPEC), rejoined(worker, working=True)], [], 1.0, term=7)
     me = worker.incarnation
     assert cluster.send_request(me, messages.GetJob(after=1)) == [(me, Job(number=1))]
 
@@ -79,7 +79,7 @@ def test_a_finished_worker_gets_the_job_again_if_shards_are_returned() -> None:
 def test_the_next_scheduler_restores_busy_workers() -> None:
     cluster = Cluster(2)
     busy, idle = cluster.workers
-    cluster.core.restore([remembered(busy, working=True, is_busy=True), remembered(idle)], [], 1.0, term=7)
+    cluster.core.restore([rejoined(busy, working=True, is_busy=True), rejoined(idle)], [], 1.0, term=7)
     cluster.post()
     assert cluster.send_request(idle.incarnation, messages.GetJob(after=1)) == []
     assert len(cluster.send_request(busy.incarnation, messages.GetJob(after=1))) == 2
@@ -88,12 +88,12 @@ def test_the_next_scheduler_restores_busy_workers() -> None:
 def test_a_job_number_is_never_reused() -> None:
     """Otherwise a poster that reconnects late would count the shards of another job as shards of its job."""
     cluster = Cluster(1)
-    cluster.core.restore([remembered(cluster.workers[0])], [], 1.0, term=7)
+    cluster.core.restore([rejoined(cluster.workers[0])], [], 1.0, term=7)
     ((_, number),) = cluster.post()
     assert number == (7 << 20) + 1
     poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
     later = Cluster(1)
-    later.core.restore([remembered(poster, posted=SPEC)], [], 1.0, term=8)
+    later.core.restore([rejoined(poster, posted=SPEC)], [], 1.0, term=8)
     assert later.post() == [(9, (8 << 20) + 1)], "another poster may reconnect late with its job"
 
 

@@ -15,7 +15,7 @@ from paceline.protocol.jobs import (
     JobRecord,
     JobSpec,
     Lease,
-    Remembered,
+    RejoinedMember,
     messages,
     shards_in,
 )
@@ -56,8 +56,8 @@ class Worker:
         report = messages.Report(job=1, fields={}, number=number, shard=lease.key)
         ledger.results.add_report(self.member.incarnation, report, b"scores")
 
-    def remembered(self, memory: JobMemory | None) -> Remembered:
-        return Remembered(self, self.member, memory)
+    def rejoined(self, memory: JobMemory | None) -> RejoinedMember:
+        return RejoinedMember(self, self.member, memory)
 
 
 def news_of(ledger: JobLedger) -> list[tuple[int, int, int]] | None:
@@ -257,9 +257,7 @@ def test_records_of_members_restore_the_ledger() -> None:
     counters = {"job": 1.0, "examples": 5.0}
     memory = JobMemory(record=news, working=True, leases=(held,), last_lease=held.lease, progress=counters)
     posters = JobMemory(record=news, posted=spec((4,)), seconds=3.0)
-    again = JobLedger.restore(
-        facts, posters, [first.remembered(memory)], dead=[second.member], num_workers=2, time_s=1.0
-    )
+    again = JobLedger.restore(facts, posters, [first.rejoined(memory)], dead=[second.member], num_workers=2, time_s=1.0)
     again.validate()
     state = again.state(1, 2.0)
     assert (state.done, state.total, state.lost_workers, state.progress) == (1, 4, 1, {"examples": 5.0})
@@ -283,8 +281,8 @@ def test_a_job_without_shards_ends_under_the_next_scheduler(assignment: str, fil
     posters = JobMemory(record=record, posted=spec(files, assignment=assignment))
     facts = JobFacts(1)
     facts.merge(record)
-    remembered = [worker.remembered(JobMemory(record=record)) for worker in workers]
-    ledger = JobLedger.restore(facts, posters, remembered, dead=[], num_workers=2, time_s=1.0)
+    rejoined = [worker.rejoined(JobMemory(record=record)) for worker in workers]
+    ledger = JobLedger.restore(facts, posters, rejoined, dead=[], num_workers=2, time_s=1.0)
     ledger.validate()
     assert not ledger.state(2, 2.0).finished
     for worker in workers:

@@ -19,7 +19,7 @@ from paceline.protocol.jobs import (
     JobSpec,
     JobState,
     Lease,
-    Remembered,
+    RejoinedMember,
     messages,
     shards_in,
 )
@@ -209,8 +209,8 @@ def test_the_end_of_the_cluster_answers_all_waiting_job_requests() -> None:
     assert second.get_job() == [-1]
 
 
-def remembered(client: JobClient, job: JobMemory | None) -> Remembered:
-    return Remembered(client, client.member or Member("poster", Role.OBSERVER, 0, 99), job)
+def rejoined(client: JobClient, job: JobMemory | None) -> RejoinedMember:
+    return RejoinedMember(client, client.member or Member("poster", Role.OBSERVER, 0, 99), job)
 
 
 def test_a_new_scheduler_continues_the_job_of_the_members() -> None:
@@ -221,8 +221,8 @@ def test_a_new_scheduler_continues_the_job_of_the_members() -> None:
     held = Lease(lease=7, shard=1)
     cluster.jobs.restore(
         [
-            remembered(cluster.poster, JobMemory(record=JobRecord(number=4, done=done), posted=posted)),
-            remembered(worker, JobMemory(record=JobRecord(number=4), working=True, leases=(held,), last_lease=7)),
+            rejoined(cluster.poster, JobMemory(record=JobRecord(number=4, done=done), posted=posted)),
+            rejoined(worker, JobMemory(record=JobRecord(number=4), working=True, leases=(held,), last_lease=7)),
         ],
         (),
         0.0,
@@ -241,6 +241,6 @@ def test_a_new_scheduler_continues_the_job_of_the_members() -> None:
 def test_a_job_of_a_lost_poster_ends_for_the_workers() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
-    cluster.jobs.restore([remembered(worker, JobMemory(record=JobRecord(number=4), working=True))], (), 0.0, term=2)
+    cluster.jobs.restore([rejoined(worker, JobMemory(record=JobRecord(number=4), working=True))], (), 0.0, term=2)
     assert worker.take_lease(4) == [ALL_DONE]
     assert cluster.post() > 5, "the poster may have posted a further job"
