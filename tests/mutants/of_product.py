@@ -48,7 +48,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "repeat-acknowledged-at-once",
-        "a repeat is acknowledged though the next servers of the chain may lack the push",
+        "a repeat is acknowledged, although the next servers of the chain may lack the push",
         "ps/server/requests.py",
         "        if fresh:\n            dropped = self._stale.was_dropped",
         "        if not fresh:\n            clock = self._tick_of(peer, header)\n"
@@ -255,7 +255,7 @@ OF_PRODUCT: Final = (
     ),
     Defect(
         "rename-not-synced",
-        "a snapshot counts as complete though a crash may undo its manifest",
+        "a snapshot counts as complete, although a crash may undo its manifest",
         "storage/snapshot_directory.py",
         "for directory in (folder, self.path):",
         "for directory in (self.path,):",

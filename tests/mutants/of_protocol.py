@@ -228,7 +228,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "last-copy-given-up",
-        "a silent server is expelled though it has the last copy of a bucket",
+        "a silent server is expelled, although it has the last copy of a bucket",
         "protocol/chains.py",
         "if server not in self._silent]) or living",
         "if server not in self._silent])",
@@ -335,7 +335,7 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "lost-lease-done",
-        "a shard counts as done though its lease was revoked",
+        "a shard counts as done, although its lease was revoked",
         "protocol/jobs/shards.py",
         '            self._states.move(key, "worker_lost")\n            heapq.heappush(self._returned, key)',
         '            self._states.move(key, "finish")',

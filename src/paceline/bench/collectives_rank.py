@@ -53,7 +53,7 @@ def main() -> int:
     except Exception as error:  # a library may raise any error, which the command reports in one sentence
         text = str(error) if isinstance(error, PacelineError) else f"rank {variables.rank}: {first_line(error)}"
         _report({"error": text, "usage": isinstance(error, UsageError)})
-        # Do not return, because the measured libraries' clean-up would wait for ranks that are in other calls.
+        # Do not return, because the measured libraries' cleanup would wait for ranks that are in other calls.
         os._exit(1)
     return 0
 

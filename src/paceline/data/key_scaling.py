@@ -124,7 +124,8 @@ class KeyScaling:
         return weights.astype(np.float32), -(weights * means[:, np.newaxis]).sum(axis=0).astype(np.float32)
 
     def _find(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Return each key's index in the scaling's keys. For other keys, this is the number of the scaling's keys."""
+        """Return each key's index in the scaling's keys. For other keys, the index is the length of the scaling's
+        keys."""
         at = np.searchsorted(self.keys, keys)
         if len(self.keys):
             at[self.keys[np.minimum(at, len(self.keys) - 1)] != keys] = len(self.keys)

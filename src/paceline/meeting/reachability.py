@@ -33,7 +33,8 @@ class _Unreachable(msgspec.Struct, frozen=True, array_like=True):
 def check_hosts(world: World, timeout_s: float) -> None:
     """Connect the first rank of each host to the first rank of each other host.
 
-    Raises CollectiveError on every rank if hosts cannot reach one another, and RankLostError if ranks die meanwhile.
+    Raises CollectiveError on every rank if hosts cannot reach one another, and RankLostError if ranks die during the
+    check.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, info in enumerate(world.infos):

@@ -1,4 +1,4 @@
-"""Post the jobs of a training to its cluster and wait for their end. Signals are deferred meanwhile."""
+"""Post the jobs of a training to its cluster and wait for their end. Signals are deferred until then."""
 
 from __future__ import annotations
 

@@ -75,8 +75,9 @@ class Matching:
     def has_room(self, message: Message) -> bool:
         """Return whether to buffer a message that has no receive yet.
 
-        Above the memory limit, this process does not read the message, so that its sender waits. The message is
-        buffered nevertheless if a receive waits for another message of the sender, which may be the next one.
+        Above the memory limit, this process does not read the message, so that its sender waits. There is one
+        exception: it buffers the message if a receive waits for another message of the sender, which may be the next
+        one.
         """
         buffered = self._buffered_bytes.get(message.source, 0)
         return buffered + message.nbytes <= self._max_buffered_bytes or bool(self.awaiting(message.source))

@@ -64,7 +64,7 @@ def _are_compatible(spec: TableSpec, other: TableSpec) -> bool:
 class SnapshotLoading:
     """The loading of a snapshot into a cluster.
 
-    The loading is repeated if the view changes meanwhile, or if a server is still receiving a copy of a bucket.
+    The loading is repeated if the view changes in the meantime, or if a server is still receiving a copy of a bucket.
     Servers that are filled later copy the loaded buckets.
     """
 
