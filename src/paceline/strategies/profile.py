@@ -29,7 +29,7 @@ folders."""
 TARGET: Final = "target"
 """A file with this name in the profile's folder has a loss at which the ranks end: see :func:`latest_loss`."""
 LAST: Final = "last"
-"""A file with this name in the profile's folder has the number of the last step, after a rank has reached the target."""
+"""A file with this name in the profile's folder has the number of the last step, once a rank has reached the target."""
 NUM_LATEST: Final = 10
 
 
