@@ -165,8 +165,7 @@ class ElasticGroup(Closing):
     def enter(self, epoch: int = 0, *, patience: timedelta = timedelta(0)) -> bool:
         """Join the training in `epoch`. Return False if the other ranks are in another epoch.
 
-        If fewer ranks than ``--min-ranks`` remain later, :meth:`admit` waits up to `patience` for new ranks that enter
-        in epoch 0.
+        If later fewer than ``--min-ranks`` ranks remain, :meth:`admit` waits up to `patience` for new ranks in epoch 0.
         """
         self._patience = patience
         start = self._request(JoinRequest(self._rules.member, epoch, round(patience.total_seconds())))
