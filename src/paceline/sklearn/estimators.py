@@ -141,8 +141,8 @@ class LogisticRegression(Classifier):
     Parameters, with the defaults of ``paceline train``:
 
     - `update`, `lr`, `l1`, `l2`, `beta`: the update rule and its settings, with the meaning of the command's options.
-    - `epochs`, `batch_size`: passes over the data, and examples per minibatch. None chooses them on a sample of X, like
-      the learning rate (FTRL's alpha) and the scale of values (docs/explanation/defaults.md).
+    - `epochs`, `batch_size`: passes over the data, and examples per minibatch. If they are None, they are chosen on a
+      sample of X, like the learning rate (FTRL's alpha) and the scale of values (docs/explanation/defaults.md).
     - `shuffle`, `random_state`: whether the examples are shuffled before each later pass (on a cluster: once), and the
       seed of the order.
     - `numeric_scale`: the scale of numbers, as ``--numeric-scale``. ``auto`` uses logarithms or bins by quantiles for

@@ -232,7 +232,8 @@ class ServerCore:
             fresh = iterations.missing(worker, sequence, iteration, counted)
             return Verdict(_BUFFER, worker, sequence, iteration, counted, fresh, takes_part)
         route = _CHAIN if place.successors or place.short else _ALONE
-        # A client may have split a call by another view, so this part counts only for the buckets of its keys.
+        # A client may have split a call by the chains of another view, so record this part only for the buckets of its
+        # keys.
         if route is _ALONE and worker < _CALLS:
             counted = primary
         fresh = self.replication.delivery.missing(worker, sequence, counted)
