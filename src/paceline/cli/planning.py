@@ -54,7 +54,7 @@ def compare(options: CompareOptions) -> None:
     """
     from rich.console import Console
 
-    from paceline.observe.plots import write_page
+    from paceline.observe.plots import page_bytes, write_page
     from paceline.observe.work import start_work
     from paceline.planning import comparing
 
@@ -74,7 +74,7 @@ def compare(options: CompareOptions) -> None:
         if comparisons and options.report is not None:
             title = " ".join(["paceline compare", options.script or "", *(options.arguments or ())])
             status = f"{len(comparisons[0].records)} ranks on this machine"
-            write_page(options.report, title, status, comparing.page_of(comparisons, options.target_loss))
+            write_page(options.report, page_bytes(title, status, comparing.page_of(comparisons, options.target_loss)))
 
 
 @expand_flags
@@ -89,33 +89,33 @@ def simulate(options: SimulateOptions) -> None:
     """
     from rich.console import Console
 
+    from paceline.observe.dashboard import add_pages
     from paceline.observe.plots import page_bytes, write_page
+    from paceline.observe.web import Page, WebServer
     from paceline.planning import simulating
 
     if options.report is not None:
         check_output("--report", options.report)
-    found = simulating.simulate(options)
-    if options.json:
-        for line in simulating.simulation_as_json(found):
-            typer.echo(json_module.dumps(line))
-    else:
-        simulating.show_simulation(Console(highlight=False), found, options)
-    title, status = "paceline simulate", simulating.describe_simulation(options)
-    if options.report is not None:
-        write_page(options.report, title, status, simulating.page_of(found, options))
-    if options.dashboard is not None:
-        _serve(options.dashboard, page_bytes(title, status, simulating.page_of(found, options)))
-
-
-def _serve(place: str, content: bytes) -> None:
-    """Serve a page until Ctrl-C."""
-    from paceline.observe.dashboard import add_pages
-    from paceline.observe.web import Page, WebServer
-
-    with WebServer.start(place, "--dashboard") as server, contextlib.suppress(KeyboardInterrupt):
-        address = add_pages(server, {"/": lambda: Page(content, "text/html; charset=utf-8")})
-        typer.echo(f"paceline simulate: dashboard at {address}. Press Ctrl-C to end", err=True)
-        threading.Event().wait()
+    with contextlib.ExitStack() as stack:
+        server = None
+        if options.dashboard is not None:
+            server = stack.enter_context(WebServer.start(options.dashboard, "--dashboard"))
+        found = simulating.simulate(options)
+        if options.json:
+            for line in simulating.simulation_as_json(found):
+                typer.echo(json_module.dumps(line))
+        else:
+            simulating.show_simulation(Console(highlight=False), found, options)
+        page = page_bytes(
+            "paceline simulate", simulating.describe_simulation(options), simulating.page_of(found, options)
+        )
+        if options.report is not None:
+            write_page(options.report, page)
+        if server is not None:
+            address = add_pages(server, {"/": lambda: Page(page, "text/html; charset=utf-8")})
+            typer.echo(f"paceline simulate: dashboard at {address}. Press Ctrl-C to end", err=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
 
 
 def choose(options: RunOptions) -> RunOptions:

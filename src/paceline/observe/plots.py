@@ -74,8 +74,7 @@ def page_bytes(title: str, status: str, sections: Sequence[Plot | Bars | PageTab
     return make_report({"title": title, "status": status, "sections": sections})
 
 
-def write_page(path: Path, title: str, status: str, sections: Sequence[Plot | Bars | PageTable]) -> None:
+def write_page(path: Path, page: bytes) -> None:
     """Write the page of ``--report``. Raises UsageError if the file cannot be written."""
-    page = page_bytes(title, status, sections)
     with naming_output("--report", path), replacing(path) as aside:
         aside.write_bytes(page)

@@ -78,7 +78,7 @@ def load_machine(ranks_per_node: int) -> Machine | None:
 
 def measure_machine(ranks_per_node: int) -> Machine:
     """Measure this machine with two or more ranks, and store the result."""
-    num_steps = 2 + len(_COSTS) * (1 + len(_CANDIDATES))
+    num_steps = 3 + len(_CANDIDATES)
     with start_work("starting", num_steps, in_background=False) as progress:
         machine = _measure_strategies(_measure_messages(ranks_per_node, progress.show), progress.show)
     stored = StoredMachine(version=__version__, host=platform.node(), machine=machine)
@@ -117,16 +117,15 @@ def _all_reduce_times(plan: BenchPlan) -> list[tuple[int, float]]:
 
 
 def _measure_strategies(machine: Machine, show: Callable[[str], None]) -> Machine:
-    ranks = machine.ranks_per_node
-    profiles: dict[str, ModelProfile] = {}
+    ranks, models = machine.ranks_per_node, [model for _, model in _COSTS]
+    command = MeasuredCommand(_MODULE, tuple(models), is_module=True)
+    show("measuring synthetic models without communication ...")
+    profiles = command.profiles(ranks, max(machine.num_cores // ranks, 1), models)
     steps_s: dict[tuple[str, str], float] = {}
-    commands = {model: MeasuredCommand(_MODULE, (model,), is_module=True) for _, model in _COSTS}
-    for model, command in commands.items():
-        show(f"measuring a perceptron with {model} parameters, without communication ...")
-        profiles[model] = command.profile(ranks, max(machine.num_cores // ranks, 1))
-        for name, candidate in _CANDIDATES.items():
-            show(f"measuring a perceptron with {model} parameters under {name} ...")
-            steps_s[name, model] = measured_step_s(command.record(candidate, ranks, _STEPS))
+    for name, candidate in _CANDIDATES.items():
+        show(f"measuring synthetic models under {name} ...")
+        for model, records in command.records(candidate, ranks, _STEPS, models).items():
+            steps_s[name, model] = measured_step_s(records)
     for name in _CANDIDATES:
         machine = fit_cost(machine, name, profiles, {model: steps_s[name, model] for model in profiles})
     return machine

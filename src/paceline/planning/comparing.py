@@ -12,6 +12,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from paceline.errors import UsageError
 from paceline.observe.plots import BarRow, Bars, PageTable, Plot, Series
 from paceline.observe.table import draw_bars, format_bytes, format_count
 from paceline.planning.calibration import key_of, load_results, store_results
@@ -91,6 +92,8 @@ class StepComparison:
 def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[StepComparison]:
     """Measure each strategy and yield its comparison. The results are stored for ``paceline explain``."""
     command, ranks = check_options(options)
+    if options.target_loss is not None and not math.isfinite(options.target_loss):
+        raise UsageError(f"--target-loss {options.target_loss}: expected a finite number")
     chosen = [parse_candidate(text, options.servers) for text in options.strategies.split(",")]
     shape = ClusterShape(ranks_per_node=ranks)
     machine = find_machine(shape)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from paceline.environment import num_cores
 from paceline.errors import PeerError, UsageError, printable
@@ -29,6 +29,7 @@ from paceline.planning.waiting import without_outliers
 from paceline.strategies.profile import COPIES, STARTED, TARGET, LayerProfile, ModelProfile, StepRecord, read_record
 from paceline.temporary import TemporaryFolder
 
+_Record = TypeVar("_Record")
 _PATIENCE_S: Final = 300.0
 """A script must reach its training loop, and end a few dozen steps, in this time."""
 _SLOWER: Final = 10
@@ -60,21 +61,32 @@ class MeasuredCommand:
 
         Raises UsageError for a script without a training loop that can be measured, PeerError for a failing script.
         """
+        return self.profiles(copies, threads, [""])[""]
+
+    def profiles(self, copies: int, threads: int, models: Sequence[str]) -> dict[str, ModelProfile]:
+        """Return the mean profile of each model, for a script that trains them one after another; see :meth:`profile`.
+
+        The process with the folder ``X/0`` writes the measurements of a model to ``X/MODEL/0``.
+        """
         command = command_of(sys.executable, self.script, self.arguments, is_module=self.is_module)
         with TemporaryFolder.make("profile") as folder:
-            places = [folder.path / str(number) for number in range(copies)]
-            variables = {"PACELINE_STRATEGY": "one-device", "OMP_NUM_THREADS": str(threads)}
-            for place in places:
-                place.mkdir()
+            for model, number in itertools.product(models, range(copies)):
+                place = folder.path / model / str(number)
+                place.mkdir(parents=True)
                 (place / COPIES).touch()
+            variables = {"PACELINE_STRATEGY": "one-device", "OMP_NUM_THREADS": str(threads)}
             devices = [{} if device is None else {_DEVICES: device} for device in devices_of(copies)]
             added = [
-                {**variables, **device, "PACELINE_PROFILE": str(place)}
-                for place, device in zip(places, devices, strict=True)
+                {**variables, **device, "PACELINE_PROFILE": str(folder.path / str(number))}
+                for number, device in enumerate(devices)
             ]
-            self._run([command] * copies, added, _PATIENCE_S)
-            files = [place / "profile.json" for place in places]
-            return _mean([read_record(file, ModelProfile) for file in files if self._is_measured(file)])
+            self._run([command] * copies, added, _PATIENCE_S * len(models))
+            return {
+                model: _mean(
+                    [self._read(folder.path / model / f"{n}/profile.json", ModelProfile) for n in range(copies)]
+                )
+                for model in models
+            }
 
     def record(
         self,
@@ -89,23 +101,39 @@ class MeasuredCommand:
         `step_s` is the predicted step. A longer prediction allows more time. With `target_loss`, the ranks end soon
         after one of them has reached this loss. Raises UsageError and PeerError like :meth:`profile`.
         """
+        return self.records(candidate, ranks, steps, [""], step_s, target_loss)[""]
+
+    def records(
+        self,
+        candidate: StrategyCandidate,
+        ranks: int,
+        steps: int,
+        models: Sequence[str],
+        step_s: float = 0.0,
+        target_loss: float | None = None,
+    ) -> dict[str, list[StepRecord]]:
+        """Return the records of each model, for a script that trains them one after another; see :meth:`profiles`."""
         ranks = 1 if candidate.strategy == "one-device" else ranks
         words = [*candidate.words(), "--nproc-per-node", str(ranks), *(["-m"] if self.is_module else [])]
         if candidate.strategy == "pipeline":
             words += ["--stages", str(ranks)]
         command = module_command("paceline", "run", *words, self.script, *self.arguments)
         with TemporaryFolder.make("record") as folder:
+            place = folder.path / "ranks"
             if target_loss is not None:
-                (folder.path / TARGET).write_text(str(target_loss))
-            added = {"PACELINE_PROFILE": str(folder.path), "PACELINE_PROFILE_STEPS": str(steps)}
-            self._run([command], [added], _PATIENCE_S + _SLOWER * steps * step_s)
-            files = [folder.path / f"rank{rank}.json" for rank in range(ranks)]
-            return [read_record(file, StepRecord) for file in files if self._is_measured(file)]
+                place.mkdir()
+                (place / TARGET).write_text(str(target_loss))
+            added = {"PACELINE_PROFILE": str(place), "PACELINE_PROFILE_STEPS": str(steps)}
+            self._run([command], [added], _PATIENCE_S * len(models) + _SLOWER * steps * step_s)
+            return {
+                model: [self._read(folder.path / model / f"ranks/rank{n}.json", StepRecord) for n in range(ranks)]
+                for model in models
+            }
 
-    def _is_measured(self, file: Path) -> bool:
+    def _read(self, file: Path, kind: type[_Record]) -> _Record:
         if not file.exists():
             raise UsageError(f"{self.script} ended before its steps could be measured. {_TUTORIAL}")
-        return True
+        return read_record(file, kind)
 
     def _run(self, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], limit_s: float) -> None:
         """Run commands at the same time until they end. Raises PeerError if one fails, UsageError after `limit_s`."""

@@ -163,4 +163,4 @@ def read_record(path: Path, kind: type[_Kind]) -> _Kind:
     try:
         return msgspec.json.decode(path.read_bytes(), type=register_type(kind))
     except msgspec.MsgspecError as error:
-        raise UsageError(f"{path} was not written by this version of Paceline: {error}. Remove the file") from None
+        raise UsageError(f"{path} was not written by this version of Paceline: {error}. Write it again") from None

@@ -1,11 +1,14 @@
-"""A script for ``paceline explain``: train a synthetic perceptron, to measure the strategies' costs on this machine.
+"""A script for ``paceline explain``: train synthetic perceptrons, to measure the strategies' costs on this machine.
 
-``python -m paceline.torch.calibration MODEL`` runs until the profiler ends it.
+``python -m paceline.torch.calibration MODEL...`` trains one model after another. The profiler ends each training.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -19,24 +22,34 @@ MODELS: Final = {"few": (8, 1), "many": (16, 40), "large": (1024, 4)}
 _BATCH_SIZE: Final = 16
 _NUM_BATCHES: Final = 50
 _EPOCHS: Final = 100
+_DIRECTORY: Final = "PACELINE_PROFILE"
 
 
 def main() -> None:
-    """Train the model that the first argument names."""
-    width, depth = MODELS[sys.argv[1]]
+    """Train the models that the arguments name. With the profile's directory ``X/0``, each uses ``X/MODEL/0``."""
+    directory = Path(os.environ[_DIRECTORY])
+    for name in sys.argv[1:]:
+        os.environ[_DIRECTORY] = str(directory.parent / name / directory.name)
+        with contextlib.suppress(SystemExit):
+            train(name)
+
+
+def train(name: str) -> None:
+    """Train a model until the profiler raises SystemExit."""
+    width, depth = MODELS[name]
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(width, width) for _ in range(depth)]
     model: nn.Module = nn.Sequential(*layers)
     data = TensorDataset(torch.randn(_BATCH_SIZE * _NUM_BATCHES, width))
-    chosen = strategy()
-    model, optimizer, loader = chosen.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=1e-4), DataLoader(data, _BATCH_SIZE, drop_last=True)
-    )
-    for _ in range(_EPOCHS):
-        for (inputs,) in loader:
-            optimizer.zero_grad()
-            torch.autograd.backward(model(inputs).square().mean())
-            optimizer.step()
+    with strategy() as chosen:
+        model, optimizer, loader = chosen.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=1e-4), DataLoader(data, _BATCH_SIZE, drop_last=True)
+        )
+        for _ in range(_EPOCHS):
+            for (inputs,) in loader:
+                optimizer.zero_grad()
+                torch.autograd.backward(model(inputs).square().mean())
+                optimizer.step()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from paceline.errors import PeerError, UsageError
 from paceline.observe.dashboard import make_report
 from paceline.observe.metrics import MetricValues
 from paceline.observe.outputs import open_outputs
-from paceline.observe.plots import BarRow, Bars, PageTable, Plot, Series, write_page
+from paceline.observe.plots import BarRow, Bars, PageTable, Plot, Series, page_bytes
 from paceline.observe.top import fetch_state, show_top
 from paceline.observe.web import Page, WebRequest, WebServer, parse_place
 
@@ -135,7 +135,8 @@ def test_chromium_draws_plots_bars_and_tables(tmp_path: Path) -> None:
     ]
     plot = Plot(title="Curves", x_label="nodes", series=series, format="percent", is_log=True)
     bars = Bars(title="Bars", rows=[BarRow("c", 2.0, "2 ms", 0), BarRow("d", 1.0, "1 ms", 1)])
-    write_page(page, "a simulation", "2 ranks", [plot, bars, PageTable(title="Cells", columns=["e"], rows=[["f"]])])
+    table = PageTable(title="Cells", columns=["e"], rows=[["f"]])
+    page.write_bytes(page_bytes("a simulation", "2 ranks", [plot, bars, table]))
     drawn = draw(page)
     for text in ("&lt;a&gt;", "1,024</text>", "100%</text>", "width: 50%", "2 ms", "<th>e</th>", "<td>f</td>"):
         assert text in drawn, text

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from paceline.errors import UsageError
-from paceline.observe.plots import write_page
+from paceline.observe.plots import page_bytes, write_page
 from paceline.planning.comparing import StepComparison, comparison_as_json, page_of, show_comparisons
 from paceline.planning.predictions import StepPrediction, parse_candidate
 from paceline.strategies.profile import StepRecord, latest_loss
@@ -73,7 +73,7 @@ def test_the_tables_fit_into_80_columns() -> None:
 
 def test_the_page_has_all_curves(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    write_page(page, "<b>", "2 ranks", page_of([FAST, SLOW], None))
+    write_page(page, page_bytes("<b>", "2 ranks", page_of([FAST, SLOW], None)))
     found = re.search(r"const GIVEN = (\{.*\});", page.read_text())
     assert found is not None
     state = json.loads(found[1])
@@ -92,4 +92,4 @@ def test_the_page_has_all_curves(tmp_path: Path) -> None:
 
 def test_a_full_disk() -> None:
     with pytest.raises(UsageError, match=r"--report /dev/full: No space left on device\. Choose another path"):
-        write_page(Path("/dev/full"), "", "", page_of([FAST], None))
+        write_page(Path("/dev/full"), page_bytes("", "", page_of([FAST], None)))

@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 from paceline.planning import plays
 from paceline.planning.calibration import fit_cost
 from paceline.planning.formulas import pipeline_bubble, ring_s
-from paceline.planning.links import Curve, Machine, NodeLink, StrategyCost
+from paceline.planning.links import Curve, Machine, NodeLink, StrategyCost, format_speed, parse_link
 from paceline.planning.plays import (
     ClusterShape,
     ServerGroup,
@@ -237,6 +237,35 @@ def test_a_faster_link_changes_the_choice() -> None:
     assert choose(predict_all(start.with_link_speed(factor * 1.1))).candidate.label == "all-reduce"
     assert choose(predict_all(start.with_link_speed(factor / 1.1))).candidate.label == "one-device"
     assert any("or more examples per batch and rank, all-reduce is fastest." in sentence for sentence in sentences)
+
+
+ONLY_ALL_REDUCE = replace(
+    MACHINE, costs={"parameter-server": StrategyCost(step_s=9.0), "sharded": StrategyCost(step_s=9.0)}
+)
+"""A machine on which only one device and all-reduce are fast."""
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_changes_are_those_of_the_formula(is_faster: bool) -> None:
+    """With one layer nothing is hidden, so n ranks are faster than one if 2 (n - 1) M / (n B) < (n - 1) C.
+
+    The speed of the link is then B > 2 M / (n C). With k times as many examples, C is k times as long.
+    """
+    nodes, num_bytes, compute_s = 8, 8 * MB, 0.1
+    limit = 2 * num_bytes / (nodes * compute_s)
+    distance = 3.0 if is_faster else 1 / 3
+    start = replace(
+        scenario(model(compute_s, num_bytes, 1), nodes, ONLY_ALL_REDUCE),
+        shape=ClusterShape(nodes=nodes, link=NodeLink(bytes_per_s=limit / distance, latency_s=0.0)),
+    )
+    winner, speed, count = ("all-reduce", "faster", "more") if is_faster else ("one-device", "slower", "fewer")
+    link, batch = find_changes(start)
+    value = parse_link(f"{link.split()[4]} {link.split()[5].strip(',')}", "0s").bytes_per_s
+    assert value == pytest.approx(limit, rel=0.02)
+    assert link == f"On links {speed} than {format_speed(value)}, {winner} is fastest."
+    number = int(batch.split()[1])
+    assert batch == f"With {number} or {count} examples per batch and rank, {winner} is fastest."
+    assert number == pytest.approx(32 * distance, rel=0.02, abs=1)
 
 
 def test_bisection_finds_the_smallest_change() -> None:
