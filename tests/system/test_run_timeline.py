@@ -108,7 +108,7 @@ def test_the_timeline_of_a_click_model(paceline: Commands, click_log: tuple[Path
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--timeline", "no/t.json"], "--timeline no/t.json: cannot write it"),
+        (["--timeline", "no/t.json"], "--timeline no/t.json: No such file or directory"),
         (["--timeline-steps", "1:2"], "--timeline-steps 1:2: needs a file. Pass --timeline FILE too"),
         (["--timeline-operators"], "--timeline-operators: needs a file. Pass --timeline FILE too"),
         (["--timeline", "t.json", "--timeline-steps", "7"], "--timeline-steps 7: expected the first step"),

@@ -11,7 +11,6 @@ from typing import Final, NamedTuple
 from typing_extensions import override
 
 from paceline.closing import Closing
-from paceline.errors import UsageError
 from paceline.observe.spans.files import (
     JOINABLE,
     FlowPoint,
@@ -37,6 +36,7 @@ from paceline.observe.stuck.recorder import (
 )
 from paceline.observe.stuck.report import describe
 from paceline.observe.stuck.stacks import read_recorder
+from paceline.output_files import check_output
 
 _POLL_S: Final = 0.5
 _PUSHES: Final = ("push", "push_pull")
@@ -72,10 +72,7 @@ class TimelineTask(Closing):
 
         `report` receives a sentence when the timeline is written. Raises UsageError if `path` cannot be written.
         """
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise UsageError(f"--timeline {path}: cannot write it: {error.strerror}. Choose another path") from None
+        check_output("--timeline", path)
         task = cls(job.folder, path, steps, num_ranks, report)
         job.variables["PACELINE_TIMELINE_STEPS"] = f"{steps.start}:{steps.stop}"
         task._thread.start()
