@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.torch.strategies.choosing import strategy
+from paceline.environment import environment
+from paceline.torch.strategies.base import Strategy
+from paceline.torch.strategies.choosing import make_profiler, strategy
 
 MODELS: Final = {"few": (8, 1), "many": (16, 40), "large": (1024, 4)}
 """Width and number of the layers: few small parameters, many small parameters, and few large parameters."""
@@ -27,29 +29,33 @@ _DIRECTORY: Final = "PACELINE_PROFILE"
 
 def main() -> None:
     """Train the models that the arguments name. With the profile's directory ``X/0``, each uses ``X/MODEL/0``."""
-    directory = Path(os.environ[_DIRECTORY])
-    for name in sys.argv[1:]:
+    directory, chosen = Path(os.environ[_DIRECTORY]), strategy()
+    is_kept = chosen.name in ("all-reduce", "sharded")  # a process has one group of all ranks
+    for number, name in enumerate(sys.argv[1:]):
         os.environ[_DIRECTORY] = str(directory.parent / name / directory.name)
+        if number and not is_kept:
+            chosen.close()
+            chosen = strategy()
+        chosen.profiler = make_profiler(chosen, environment())
         with contextlib.suppress(SystemExit):
-            train(name)
+            train(chosen, name)
 
 
-def train(name: str) -> None:
+def train(chosen: Strategy, name: str) -> None:
     """Train a model until the profiler raises SystemExit."""
     width, depth = MODELS[name]
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(width, width) for _ in range(depth)]
     model: nn.Module = nn.Sequential(*layers)
     data = TensorDataset(torch.randn(_BATCH_SIZE * _NUM_BATCHES, width))
-    with strategy() as chosen:
-        model, optimizer, loader = chosen.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=1e-4), DataLoader(data, _BATCH_SIZE, drop_last=True)
-        )
-        for _ in range(_EPOCHS):
-            for (inputs,) in loader:
-                optimizer.zero_grad()
-                torch.autograd.backward(model(inputs).square().mean())
-                optimizer.step()
+    model, optimizer, loader = chosen.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1e-4), DataLoader(data, _BATCH_SIZE, drop_last=True)
+    )
+    for _ in range(_EPOCHS):
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            torch.autograd.backward(model(inputs).square().mean())
+            optimizer.step()
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import importlib
 import inspect
 import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.environment import environment
+from paceline.environment import Environment, environment
 from paceline.errors import UsageError
 from paceline.meeting.rendezvous import find_rank
 from paceline.strategies import (
@@ -24,6 +24,9 @@ from paceline.strategies import (
 )
 from paceline.torch.strategies.base import Strategy, warn
 from paceline.torch.strategies.snapshots import Snapshots
+
+if TYPE_CHECKING:
+    from paceline.torch.strategies.profiling import StepProfiler
 
 
 def class_of(spec: StrategySpec) -> type[Strategy]:
@@ -103,13 +106,19 @@ def strategy(
     created = kind(**_options_of(kind, options))
     created.snapshots = snapshots
     if settings.profile is not None:
-        from paceline.torch.strategies.profiling import StepProfiler
-        from paceline.torch.strategies.server.cluster import open_clients
-
-        created.profiler = StepProfiler(created, settings.profile, settings.profile_steps, open_clients)
+        created.profiler = make_profiler(created, settings)
     if settings.status_url is not None:
         from paceline.observe.kubeflow import KubeflowStatus  # here, because paceline.observe imports rich
 
         created.status = KubeflowStatus(settings, warn)
         atexit.register(created.status.close)
     return created
+
+
+def make_profiler(measured: Strategy, settings: Environment) -> StepProfiler:
+    """Return a profiler that measures the steps of a strategy for ``paceline explain``."""
+    from paceline.torch.strategies.profiling import StepProfiler
+    from paceline.torch.strategies.server.cluster import open_clients
+
+    assert settings.profile is not None
+    return StepProfiler(measured, settings.profile, settings.profile_steps, open_clients)
