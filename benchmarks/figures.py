@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 PATHS = ("CRITEO", "MNIST", "A9A")
 """The variables with paths of data, which the pages show instead of the paths."""
 BLOCK = re.compile(r"(<!-- (figures|plot|screenshot)(?: (\w+))?: (.*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-SIZE = "1000,900"
+SIZE = "1000,960"
 """Width and height of screenshots."""
 
 
@@ -95,7 +95,9 @@ def fill(page: Path, only: str, days: str) -> list[str]:
             with tempfile.TemporaryDirectory() as folder:
                 output = run(f"PAGE={folder}/page.html; {command}" if kind == "screenshot" else command, days)
                 if kind == "screenshot":
-                    draw_page(Path(folder) / "page.html", page.parent / f"{name}.png")
+                    written = Path(folder) / "page.html"
+                    written.write_text(written.read_text("utf-8").replace(f"{folder}/", ""), "utf-8")
+                    draw_page(written, page.parent / f"{name}.png")
         except subprocess.CalledProcessError as error:
             failed.append(f"{command} (status {error.returncode})")
             continue

@@ -181,7 +181,7 @@ def test_the_first_launcher_has_the_metrics_of_all(paceline: Commands, script: P
 
 
 @pytest.mark.slow
-def test_metrics_of_a_cluster(paceline: Commands, tmp_path: Path) -> None:
+def test_metrics_of_a_cluster(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     token = tmp_path / "token"
     arguments: list[str | Path] = [
         "scheduler",
@@ -201,12 +201,17 @@ def test_metrics_of_a_cluster(paceline: Commands, tmp_path: Path) -> None:
     servers[1].wait_line("listening on ")
     wait_value(scheduler, "paceline_members", ("servers",), 2)
     assert scrape(scheduler)["paceline_failovers_total"] == {(): 0}
+    worker = paceline.start("worker", *joining)
+    worker.wait_line("joined the cluster")
+    paceline.succeed("train", click_log[0], *joining, "--epochs", "1", "-q")
+    wait_value(scheduler, "paceline_examples_total", ("0",), 12_000)
     servers[1].kill()
     wait_value(scheduler, "paceline_members", ("servers",), 1)
     wait_value(scheduler, "paceline_failovers_total", (), 1)
     scheduler.signal(signal.SIGINT)
     assert scheduler.wait().status == 0
     assert servers[0].wait().status == 0
+    assert worker.wait().status == 0
     remove_abandoned(Path(paceline.environment["TMPDIR"]))  # of the killed server
 
 

@@ -92,7 +92,7 @@ def scheduler(
 
     Example: paceline scheduler --servers 2 --workers 2 --token-file token
     """
-    from paceline.launch import run_scheduler
+    from paceline.launch import Joining, run_scheduler
 
     settings, token, security = cluster.parse(), options.find_token(token_file, create=True), tls.load()
     with observe.open("paceline scheduler") as collector, contextlib.ExitStack() as stack:
@@ -104,7 +104,7 @@ def scheduler(
             note = functools.partial(_note_event, collector)
 
         def report_ready(endpoint: Endpoint) -> None:
-            _watch("scheduler", str(endpoint.tcp), token, security)
+            _watch("scheduler", Joining(scheduler=str(endpoint.tcp), token=token, tls=security), collector)
             typer.echo(f"paceline scheduler: listening on {endpoint}")
             if collector is not None:
                 from paceline.launch.cluster_metrics import ClusterMetrics
@@ -156,7 +156,7 @@ def server(
     joining = _prepare_to_join("server", scheduler, token_file, tls.load(), wait)
 
     def on_ready(own: int, endpoint: Endpoint) -> None:
-        _watch(f"server {own}", joining.scheduler, joining.token, joining.tls)
+        _watch(f"server {own}", joining)
         typer.echo(f"paceline server {own}: listening on {endpoint}")
 
     run_server(
@@ -194,7 +194,7 @@ def worker(
     joining = _prepare_to_join("worker", scheduler, token_file, tls.load(), wait)
 
     def on_ready(own: int) -> None:
-        _watch(f"worker {own}", joining.scheduler, joining.token, joining.tls)
+        _watch(f"worker {own}", joining, sends_metrics=True)
         typer.echo(f"paceline worker {own}: joined the cluster at {joining.scheduler}")
 
     run_worker(
@@ -249,17 +249,30 @@ def coordinator(
     )
 
 
-def _watch(name: str, scheduler: str, token: str, tls: TLS | None) -> None:
-    """Let ``paceline stacks`` find this process, also from other machines."""
-    from paceline.launch.job_agent import JobAgent, JobPlace
+def _watch(name: str, joining: Joining, collector: Collector | None = None, *, sends_metrics: bool = False) -> None:
+    """Let ``paceline stacks`` find this process, also from other machines.
+
+    A scheduler adds the metrics of other processes to its `collector`. With `sends_metrics`, this process sends its own
+    metrics to such a scheduler.
+    """
+    from paceline.launch.job_agent import JobAgent, JobPlace, wants_metrics
     from paceline.observe.stuck.jobs import start_job
     from paceline.observe.stuck.processes import watch
     from paceline.transport import Address
 
-    job = start_job(scheduler)
+    place = JobPlace(Address.parse(joining.scheduler), joining.token, joining.tls)
+    collects_all = collector is not None
+    if sends_metrics and wants_metrics(place):
+        from paceline.observe.collector import Collector
+
+        collector = Collector()
+        collector.start()
+        atexit.register(collector.close)
+    job = start_job(joining.scheduler)
     if job is not None:
         watch(name, job.folder)
-        atexit.register(JobAgent.start(JobPlace(Address.parse(scheduler), token, tls), job.folder).close)
+        agent = JobAgent.start(place, job.folder, collector=collector, collects_all=collects_all)
+        atexit.register(agent.close)
 
 
 def _note(text: str) -> None:

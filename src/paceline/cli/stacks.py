@@ -76,7 +76,8 @@ def stacks(
         typer.echo(
             f"{chr(10) if number else ''}job of process {job.info.launcher.pid}, {len(states)} processes: {shown}"
         )
-        typer.echo("\n" + format_stacks(states, is_full=full))
+        if states:
+            typer.echo("\n" + format_stacks(states, is_full=full))
         if flight_recorder is not None:
             written = write_torch_files(job.folders, flight_recorder)
             typer.echo(f"\nwrote the last collectives of {len(written)} ranks to {flight_recorder}")

@@ -33,6 +33,8 @@ _MEMBERS: Final = "job members"
 """The key for the names of the agents."""
 _SOURCES: Final = "job metrics"
 """The key for the names of the agents that write metrics. It keeps the names of agents that have ended."""
+_WANTED: Final = "job wants metrics"
+"""The key that is set if a process collects the metrics of all launchers."""
 _NUMBER: Final = "job requests"
 """The key for the number of requests so far."""
 _WAIT_S: Final = 20.0
@@ -83,7 +85,8 @@ class JobAgent(Closing):
         The agent writes the metrics of `collector` to the store. With `collects_all`, it adds the metrics of the other
         launchers to `collector` instead.
         """
-        self._place, self._folder, self._collector, self._collects_all = place, folder, collector, collects_all
+        self._place, self._folder, self._collector = place, folder, collector
+        self._collects_all = collects_all and collector is not None
         self._name = f"{socket.gethostname()}, process {os.getpid()}"
         self._closed = threading.Event()
         self._store: NetworkStore | None = None
@@ -136,7 +139,9 @@ class JobAgent(Closing):
         number = _read_number(store)
         self._published = None
         _change_names(store, _MEMBERS, lambda names: [*names, self._name])
-        if self._collector is not None and not self._collects_all:
+        if self._collects_all:
+            store.set(_WANTED, b"")
+        elif self._collector is not None:
             _change_names(store, _SOURCES, lambda names: [*names, self._name])
         wait_s = _WAIT_S if self._collector is None else _METRICS_S
         while not self._closed.is_set():
@@ -162,6 +167,13 @@ class JobAgent(Closing):
                 if values.number != self._seen.get(name):  # otherwise, the launcher may be stopped
                     self._seen[name] = values.number
                     self._collector.add_reports(values.reports)
+
+
+def wants_metrics(place: JobPlace) -> bool:
+    """Return whether a process collects the metrics of this job; False if its store does not answer."""
+    with contextlib.suppress(PacelineError), contextlib.closing(place.connect("paceline worker")) as store:
+        return store.collect([_WANTED], time.monotonic()) != [None]
+    return False
 
 
 def collect_everywhere(place: JobPlace) -> tuple[list[ProcessState], list[str]]:

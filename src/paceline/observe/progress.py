@@ -222,7 +222,9 @@ class WorkProgress(_Shown):
             parts.append((1, f"{int(100 * fraction):3}%"))
         if unit:
             self._rate.add(self._clock(), self._done)
-            parts += [(4, f"{format_count(int(self._done))}{unit}"), (2, format_rate(self._rate.per_s, unit))]
+            parts.append((4, f"{format_count(int(self._done))}{unit}"))
+            if self._rate.per_s > 0:
+                parts.append((2, format_rate(self._rate.per_s, unit)))
         return parts + self.remaining()
 
     def _draw(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from operator import methodcaller
-from typing import Any
 
 import paceline
 from paceline.observe.notebooks import NotebookTable
+from paceline.torch import OneDevice
 
 show: Callable[[NotebookTable], str] = methodcaller("_repr_html_")
 """The method that IPython calls."""
@@ -38,9 +38,7 @@ def test_a_cluster_and_its_tables() -> None:
     assert rows_of(cluster)["processes"] == "ended"
 
 
-def test_any_value_is_shown_as_text() -> None:
-    class Described(NotebookTable):
-        def described_rows(self) -> dict[str, Any]:
-            return {"rank": 3, "device": "<cpu>"}
-
-    assert rows_of(Described()) == {"rank": "3", "device": "<cpu>"}
+def test_a_strategy() -> None:
+    with OneDevice(device="cpu") as strategy:
+        assert rows_of(strategy) == {"rank": "0", "world_size": "1", "device": "cpu"}
+        assert repr(strategy) == "OneDevice(rank=0, world_size=1, device='cpu')"

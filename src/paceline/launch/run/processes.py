@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.observe.collector import Collector
 
 _END_S = 1.0
+_QUIET = "6"
 
 
 class Rank:
@@ -161,6 +162,8 @@ class RunJob(Closing):
             timeline = TimelineTask.start(job, path, steps, len(layout.ranks), report)
             if options.timeline_operators:
                 job.variables["PACELINE_TIMELINE_OPERATORS"] = "1"
+                # Without it, PyTorch's library prints lines at the begin and the end of a profile.
+                job.variables["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", _QUIET)
         return cls(job, options.flight_recorder, timeline)
 
     def start_agent(

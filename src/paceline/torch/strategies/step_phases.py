@@ -36,7 +36,7 @@ class StepPhases:
         """Record all later calls of ``torch.autograd.backward``, which ``loss.backward()`` calls too."""
         self._recorder = recorder
         settings = environment()
-        if recorder.spans is not None and settings.job_dir is not None:
+        if recorder.spans is not None and recorder.spans.profile is None and settings.job_dir is not None:
             recorder.spans.profile = ProfiledOperators(
                 OperatorFile(settings.job_dir, WatchedProcess(f"rank {settings.rank}", os.getpid(), "")),
                 profiles_steps=settings.timeline_operators,
