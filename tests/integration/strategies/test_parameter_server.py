@@ -458,7 +458,7 @@ def test_the_other_ranks_name_a_rank_ended_by_an_exception(cluster: LocalCluster
         strategy = ParameterServer()
         strategy.prepare(copy.deepcopy(NET))
         ended.wait()
-        with pytest.raises(PeerError, match="rank 1 has ended by ZeroDivisionError: nothing to divide by"):
+        with pytest.raises(PeerError, match="rank 1 has ended with ZeroDivisionError: nothing to divide by"):
             strategy.close()
 
     run(check)

@@ -106,7 +106,7 @@ class Ranks:
     def report_failure(self, error: BaseException) -> None:
         """Report to the other ranks that this rank ends with an exception."""
         if self.group is not None:
-            text = f"rank {self.rank} has ended by {first_line(error)}"
+            text = f"rank {self.rank} has ended with {first_line(error)}"
             with contextlib.suppress(PacelineError):  # another rank has reported, or the rank with the store has ended
                 self.group._world.store.set(f"{_FAILURE} {self.group._world.name}", text.encode())
 

@@ -45,11 +45,11 @@ class ValueRoutes:
         return sorted({self.places[user] for user in route.users} - {own})
 
     def first_user_on(self, route: ValueRoute, rank: int) -> int | None:
-        """Return the first stage on a rank that uses a value. It is the last of them to run backward."""
+        """Return the first stage on a rank that uses a value. Among these stages, it runs backward last."""
         return min((user for user in route.users if self.places[user] == rank), default=None)
 
     def last_user_on(self, route: ValueRoute, rank: int) -> int | None:
-        """Return the last stage on a rank that uses a value. It is the last of them to run forward."""
+        """Return the last stage on a rank that uses a value. Among these stages, it runs forward last."""
         return max((user for user in route.users if self.places[user] == rank), default=None)
 
 
