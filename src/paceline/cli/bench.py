@@ -113,7 +113,7 @@ def bench_collectives(
                 lines = [json_module.dumps(result.as_json()) for result in measured]
             else:
                 lines, header = [*header, bench.format_row(measured, peers[1:])], []
-            progress.aside(partial(typer.echo, "\n".join(lines)))
+            progress.write_above(partial(typer.echo, "\n".join(lines)))
     if not json:
         typer.echo("\n" + bench.format_footer(plan, disturbance.share()))
     for name, why in absent.items():

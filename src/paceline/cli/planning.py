@@ -67,7 +67,7 @@ def compare(options: CompareOptions) -> None:
                 comparisons.append(comparison)
                 if options.json:
                     line = json_module.dumps(comparing.comparison_as_json(comparison, options.target_loss))
-                    progress.aside(partial(typer.echo, line))
+                    progress.write_above(partial(typer.echo, line))
     finally:  # also the strategies before one that failed
         if comparisons and not options.json:
             comparing.show_comparisons(Console(highlight=False), comparisons, options.target_loss)

@@ -90,7 +90,7 @@ def select(keys, words, chosen):  # type: ignore[no-untyped-def]
     """Write the positions of the keys whose bucket is in a set to `chosen`, in order. Return the number of positions.
 
     `words` uint64 [8] is the set of buckets, as :func:`paceline.kernels.index.bucket_words` writes it. `chosen` is
-    int64 [n]. The element after the last position is also overwritten.
+    int64 [n]. Its element after the last position is overwritten too.
     """
     count = np.int64(0)
     for i in range(len(keys)):

@@ -131,12 +131,12 @@ class CoordinatedStore(ServedStore):
         self._waiting = {member: waiting for member, waiting in self._waiting.items() if waiting[0] is not peer}
         for launcher in [launcher for launcher, newest in self._connections.items() if newest is peer]:
             del self._connections[launcher]
-            self.lose(self.launchers.disconnected(*launcher))
+            self.remove_members(self.launchers.disconnected(*launcher))
 
     def _answer_launcher(self, peer: Peer, request: LauncherRequest) -> None:
         time_s = time.monotonic()
         self.launchers.check_size(request.node, peer.hello.extra.get(NUM_RANKS))
-        self.lose(self.launchers.request_received(request, time_s, peer.hello.name))
+        self.remove_members(self.launchers.request_received(request, time_s, peer.hello.name))
         self._connections[request.node, request.launcher] = peer
         member, has_joined, is_newcomer = 0, False, False
         match request:
@@ -150,13 +150,13 @@ class CoordinatedStore(ServedStore):
                 self.carry_out(self.coordinator.ended(request.member, is_failure=request.is_failure))
             case LauncherEnd():
                 del self._connections[request.node, request.launcher]
-                self.lose(self.launchers.launcher_ended(request))
+                self.remove_members(self.launchers.launcher_ended(request))
         lost = self.launchers.lost_members(request.node)
         answer = LauncherAnswer(self.failure, lost, member, has_joined, is_newcomer)
         peer.send(*frame_parts(StoreCall.DONE, body=msgspec.msgpack.encode(answer)))
         self._set_timer()
 
-    def lose(self, members: Iterable[int]) -> None:
+    def remove_members(self, members: Iterable[int]) -> None:
         """Continue without the members of a lost launcher."""
         self.carry_out(self.coordinator.lost(list(members)))
 
@@ -218,7 +218,7 @@ class CoordinatedStore(ServedStore):
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._pass_time)
 
     def _pass_time(self) -> None:
-        self.lose(self.launchers.time_passed(time.monotonic()))
+        self.remove_members(self.launchers.time_passed(time.monotonic()))
         self.carry_out(self.coordinator.time_passed(time.monotonic()))
 
 

@@ -198,7 +198,7 @@ class WorkProgress(_Shown):
         self._title = title
         self._draw()
 
-    def aside(self, write: Callable[[], None]) -> None:
+    def write_above(self, write: Callable[[], None]) -> None:
         """Call `write`, whose output appears above the line if both use the same terminal."""
         if _live is None:
             write()

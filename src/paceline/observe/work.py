@@ -34,7 +34,7 @@ class SilentWork(Closing):
     def show(self, title: str) -> None:
         """Do nothing."""
 
-    def aside(self, write: Callable[[], None]) -> None:
+    def write_above(self, write: Callable[[], None]) -> None:
         """Call `write`."""
         write()
 

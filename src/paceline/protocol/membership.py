@@ -210,7 +210,7 @@ class Membership:
         self._heartbeat_s[incarnation] = max(time_s, self._heartbeat_s[incarnation])
         return True
 
-    def doubt(self, incarnation: int) -> bool:
+    def suspect(self, incarnation: int) -> bool:
         """Count a member as overdue until its next heartbeat. Return False if the process is not a member."""
         if incarnation not in self._members:
             return False

@@ -296,9 +296,11 @@ class Training:
         self._warn(resumption.describe())
 
     def save(self, directory: str | Path, *, finished: bool = True) -> None:
-        save_tables(self._client, directory, [table.name for table in self._plan.model.tables], **self._about(finished))
+        save_tables(
+            self._client, directory, [table.name for table in self._plan.model.tables], **self._metadata(finished)
+        )
 
-    def _about(self, finished: bool) -> dict[str, Any]:
+    def _metadata(self, finished: bool) -> dict[str, Any]:
         plan, columns = self._plan, self._columns
         return {
             **plan.model.describe(),
@@ -328,7 +330,7 @@ class Training:
                 directory = directory.with_name(f"{directory.name}-unfinished")
             if best is not None and best.is_kept:
                 rules = {table.name: table.update or plan.update for table in plan.model.tables}
-                best.save(directory, rules, **self._about(finished=False))
+                best.save(directory, rules, **self._metadata(finished=False))
                 self._warn(f"the model of pass {best.kept_pass}, the best so far, is saved in {directory}")
             elif is_lost:
                 return

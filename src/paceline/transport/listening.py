@@ -88,7 +88,7 @@ class AcceptedConnection(Connection):
 
     def stream_failed(self, error: Exception) -> None:
         """Send ``error`` to the client as the reason, and close the connection."""
-        self._complain(error)
+        self._log_error(error)
         self._failure = error
         self.stop_receiving()
         if self._peer is not None:
@@ -98,7 +98,7 @@ class AcceptedConnection(Connection):
             self._send_meta(FrameKind.REFUSED, error_meta(error))
             self.transport.close()
 
-    def _complain(self, error: Exception) -> None:
+    def _log_error(self, error: Exception) -> None:
         num_skipped = 0 if self._peer is not None else self._service.log_limit.record(time.monotonic())
         if num_skipped is not None:
             more = f" (and {num_skipped} earlier ones of unauthenticated peers, not logged)" if num_skipped else ""
@@ -116,7 +116,7 @@ class AcceptedConnection(Connection):
         try:
             hello = handshake.identify()
         except PacelineError as error:  # the WELCOME proved the server's identity, so the client trusts this reason
-            self._complain(error)
+            self._log_error(error)
             self.close()
             return
         sending, receiving = handshake.seals or (None, None)

@@ -145,7 +145,7 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
             return seen
 
         links.watch(period_s)
-        links.want({7: endpoint}, Hello(role="server"))
+        links.connect_to({7: endpoint}, Hello(role="server"))
         try:
             assert set(await watch(0.6)) == {()}  # the peer replies
             peer = links.peer(7)
@@ -159,7 +159,7 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
             assert (await watch(1.5))[-1] == (7,)  # the peer reads the data, but no reply arrives
             handler.answers, handler.pause_s = True, 0.0
             assert (await watch(0.6))[-1] == ()
-            links.want({}, Hello(role="server"))
+            links.connect_to({}, Hello(role="server"))
             assert (await watch(0.1))[-1] == ()
         finally:
             links.close()
@@ -173,7 +173,7 @@ def test_an_answering_or_receiving_server_is_reachable() -> None:
             transport, on_up=lambda _: None, on_down=lambda _: None, on_frame=lambda *frame: None, fail=_must_not
         )
         links.watch(period_s)
-        links.want({7: endpoint}, Hello(role="server"))
+        links.connect_to({7: endpoint}, Hello(role="server"))
         try:
             await asyncio.sleep(15 * period_s)
             return links.unreachable
@@ -192,7 +192,7 @@ def test_a_report_ends_with_the_connection() -> None:
             transport, on_up=lambda _: None, on_down=lambda _: None, on_frame=lambda *frame: None, fail=_must_not
         )
         polls: list[tuple[int, ...]] = []
-        links.want({7: endpoint}, Hello(role="server"))
+        links.connect_to({7: endpoint}, Hello(role="server"))
         for _ in range(6):  # without a pause, so the connection does not exist yet
             links._silence.poll((7,))
         polls.append(links.unreachable)

@@ -59,7 +59,7 @@ def test_steps_whose_number_is_known() -> None:
         progress.show("first")
         clock.now_s += 4
         progress.show("second")
-        progress.aside(lambda: console.print("a result"))
+        progress.write_above(lambda: console.print("a result"))
     shown = lines(file)
     assert shown[0].endswith("first    0%  0:00")
     assert shown[1].endswith("second   25%  0:12 left")
@@ -90,7 +90,7 @@ def test_redirected_output_is_silent(capsys: pytest.CaptureFixture[str]) -> None
     console, file = terminal(is_terminal=False)
     with WorkProgress("reading", 10, count=lambda: 1, console=console) as progress:
         progress.show("more")
-        progress.aside(lambda: print("a result"))
+        progress.write_above(lambda: print("a result"))
     assert file.getvalue() == ""
     assert capsys.readouterr().out == "a result\n"
 

@@ -91,8 +91,8 @@ def test_a_member_is_overdue_after_the_timeout_until_the_next_heartbeat() -> Non
 def test_a_doubted_member_is_overdue_until_the_next_heartbeat() -> None:
     membership = Membership(0)
     a = membership.register("a", Role.WORKER, 0.0)
-    membership.doubt(a.incarnation)
-    membership.doubt(7)  # 7 is no member
+    membership.suspect(a.incarnation)
+    membership.suspect(7)  # 7 is no member
     assert overdue_at(membership, 0.0) == ["a"]
     assert membership.record_heartbeat(a.incarnation, 0.0)
     assert overdue_at(membership, 0.0) == []
@@ -206,9 +206,9 @@ class MembershipMachine(RuleBasedStateMachine):
             self.heartbeat_s[node] = max(self.now_s - before_s, self.heartbeat_s[node])
 
     @rule(node=nodes)
-    def doubt(self, node: str) -> None:
+    def suspect(self, node: str) -> None:
         if node in self.members:
-            self.membership.doubt(self.members[node].incarnation)
+            self.membership.suspect(self.members[node].incarnation)
             self.heartbeat_s[node] = -math.inf
 
     @rule(node=nodes)
@@ -219,14 +219,14 @@ class MembershipMachine(RuleBasedStateMachine):
             assert self.membership.remove(member.incarnation) == member
             self.removed.append(member)
 
-    @rule(data=st.data(), how=st.sampled_from(["heartbeat", "doubted", "removed"]))
+    @rule(data=st.data(), how=st.sampled_from(["heartbeat", "suspected", "removed"]))
     def the_dead_stay_dead(self, data: st.DataObject, how: str) -> None:
         if self.removed:
             incarnation = data.draw(st.sampled_from(self.removed)).incarnation
             if how == "heartbeat":
                 assert not self.membership.record_heartbeat(incarnation, self.now_s)
-            elif how == "doubted":
-                self.membership.doubt(incarnation)
+            elif how == "suspected":
+                self.membership.suspect(incarnation)
             else:
                 assert self.membership.remove(incarnation) is None
 

@@ -255,7 +255,7 @@ def test_a_file_is_kept_while_a_snapshot_refers_to_it(tmp_path: Path) -> None:
 def test_done_shards_can_be_stored_and_restored() -> None:
     pool = Shards([20, None, 3], epochs=2)
     for _ in range(30):
-        (granted,) = pool.want(1)
+        (granted,) = pool.request_shard(1)
         assert isinstance(granted, shards.Granted)
         if granted.lease % 3:
             pool.finish(1, granted.lease)
@@ -268,7 +268,7 @@ def test_done_shards_can_be_stored_and_restored() -> None:
     every = {(epoch, file, shard) for epoch in range(2) for file in range(3) for shard in range(pool.sizes[file] or 0)}
     left = every - set(pool.done())
     leased = set()
-    while isinstance(granted := again.want(1)[0], shards.Granted):
+    while isinstance(granted := again.request_shard(1)[0], shards.Granted):
         leased.add((granted.epoch, granted.file, granted.shard))
         again.finish(1, granted.lease)
     assert leased == left

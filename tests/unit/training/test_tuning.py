@@ -236,8 +236,8 @@ def test_small_gains_on_few_examples_are_ignored() -> None:
     """A better loss counts only in part if the difference may be chance."""
     usual = HeldOutLosses.of(np.tile([0.4, 0.8], 10), np.ones(20))
     noisy = HeldOutLosses.of(np.tile([0.9, 0.2], 10), np.ones(20))
-    assert noisy.mean < usual.mean < noisy.doubted_mean(usual)
-    assert usual.doubted_mean(usual) == usual.mean
+    assert noisy.mean < usual.mean < noisy.pessimistic_mean(usual)
+    assert usual.pessimistic_mean(usual) == usual.mean
     sample = make_sample(500, num_keys=100)
     assert tune(sample, 0.0, 8, [FTRL(alpha=0.01)], is_mixed=False)[0].passes > 16
 

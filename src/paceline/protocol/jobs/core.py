@@ -138,7 +138,7 @@ class JobCore:
             return [Answer(received.call, Job(number=-1))]
         worker = _worker(received, membership)
         if self.ledger is not None and self.ledger.number <= after:
-            self.ledger.leases.rests(worker.rank, time_s)
+            self.ledger.leases.stop_work(worker.rank, time_s)
         self._busy.pop(received.incarnation, None)
         self._idle[received.peer] = received, after
         return []

@@ -49,7 +49,7 @@ class Leases:
         if rank in self._granted:
             self._send(rank, self._granted.pop(rank))
         elif rank not in self.pool.waiting:
-            self._carry_out(self.pool.want(rank))
+            self._carry_out(self.pool.request_shard(rank))
         if not wait and rank in self._calls:
             self._send(rank, Lease(lease=NONE_FREE))
 
@@ -70,18 +70,18 @@ class Leases:
         self._carry_out(self.pool.worker_lost(rank))
         self._early.pop(rank, None)
         self._worker_arrived(rank, time_s)
-        self.rests(rank, time_s)
+        self.stop_work(rank, time_s)
         return held
 
     @property
     def has_free(self) -> bool:
         return not self._is_closed and self.pool.has_free
 
-    def give_away(self, rank: int) -> None:
+    def reassign_shards(self, rank: int) -> None:
         """Give an absent worker's shards of a strided job to the other workers until the absent worker comes."""
         self._carry_out(self.pool.worker_lost(rank))
 
-    def rests(self, rank: int, time_s: float) -> None:
+    def stop_work(self, rank: int, time_s: float) -> None:
         self.at_work.discard(rank)
         if self.ended_s is not None or self.at_work:
             return

@@ -75,7 +75,7 @@ class JobLedger:
             return Leases(pool, ())
         leases = Leases(pool, ranks)
         for absent in set(range(self._num_workers)) - set(ranks):
-            leases.give_away(absent)
+            leases.reassign_shards(absent)
         return leases
 
     @classmethod

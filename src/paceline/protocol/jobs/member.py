@@ -47,7 +47,7 @@ class MemberLedger:
         self._answer_s: float | None = None  # time of the last status of a running job
         self._taken: set[tuple[int, int]] = set()
 
-    def counted(self, counters: Counters) -> None:
+    def record_counters(self, counters: Counters) -> None:
         self._progress = counters
 
     def sent(self, request: messages.JobRequest, body: Any = ()) -> messages.JobRequest:
@@ -135,7 +135,7 @@ class MemberLedger:
             taken=tuple(sorted(self._taken)),
         )
 
-    def again(self) -> list[tuple[messages.Report | messages.LeaseDone, Any]]:
+    def requests_to_resend(self) -> list[tuple[messages.Report | messages.LeaseDone, Any]]:
         """Return the requests to resend to a new scheduler, with their bodies: first Reports, then LeaseDones."""
         return [*self._reports.values(), *((done, ()) for done in self._unknown.values())]
 

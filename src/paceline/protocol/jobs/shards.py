@@ -134,7 +134,7 @@ class Shards:
     def waiting(self) -> tuple[int, ...]:
         return tuple(self._waiting)
 
-    def want(self, worker: int) -> list[Instruction]:
+    def request_shard(self, worker: int) -> list[Instruction]:
         """Request a shard for a worker. If none is free, a later call returns Granted or Exhausted for it."""
         self._orphans.discard(worker)
         answer = self._answer(worker)

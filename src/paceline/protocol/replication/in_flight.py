@@ -201,7 +201,7 @@ class PendingPushes:
         del self._by_number[number], push.waiting[target]
         return None if push.waiting else push
 
-    def give_away(self, push: PendingPush, taken: Buckets) -> None:
+    def remove_buckets(self, push: PendingPush, taken: Buckets) -> None:
         """Remove the buckets `taken` from a push, because a repeat of the push now waits for these buckets."""
         push.buckets &= ~taken
         for target, (number, buckets) in list(push.waiting.items()):
@@ -301,7 +301,7 @@ class ChainProgress:
         for former in known:
             if not former.buckets & taken:
                 continue
-            self._pending.give_away(former, taken)
+            self._pending.remove_buckets(former, taken)
             if former.is_own and not push.is_own and not former.is_sum:
                 # another server now forwards the push and cannot answer the client, so the client must retry
                 former.end = RefusePush

@@ -210,8 +210,8 @@ class ClusterCore:
                 self._is_flushing = False
             case events.ProcessEnded(incarnation):
                 recovery.ended(incarnation)
-            case events.Doubted(incarnation) if self.phase is Phase.RECOVERING:
-                recovery.doubt(incarnation)
+            case events.Suspected(incarnation) if self.phase is Phase.RECOVERING:
+                recovery.suspect(incarnation)
             case _:
                 pass
         return []

@@ -42,7 +42,7 @@ class ProcessEnded(Struct, frozen=True):
     incarnation: int
 
 
-class Doubted(Struct, frozen=True):
+class Suspected(Struct, frozen=True):
     """The process of this incarnation has probably ended, because its host refuses connections to its address."""
 
     incarnation: int
@@ -219,7 +219,7 @@ class ClusterEnded(Struct, frozen=True):
     """The end of the cluster was requested."""
 
 
-Event: TypeAlias = MessageReceived[MemberMessage] | Disconnected | ProcessEnded | Doubted | Flush | TimePassed
+Event: TypeAlias = MessageReceived[MemberMessage] | Disconnected | ProcessEnded | Suspected | Flush | TimePassed
 Instruction: TypeAlias = (
     Admit | Reject | SendElsewhere | DeclareDead | Removed | TakenOver | RequestPromise | Prepare | Publish | FlushSoon
     | ReleaseServer | BucketsLost | NotifyOperator | Superseded | SendMessage | Close | WatchProcess | WatchOnly

@@ -56,7 +56,7 @@ class Leader:
             last_known=latest.last_incarnation,
         )
         for server in absent:
-            self.membership.doubt(server.incarnation)
+            self.membership.suspect(server.incarnation)
         self.next.take_over(succession, self.membership)
         back = []
         for peer, rejoin in succession.evidence.by_peer.items():
@@ -95,9 +95,9 @@ class Leader:
                 self.newcomers.forget(peer)
                 # The process ends, so the next view needs no answer from this member.
                 self._ended(self.peers.incarnation_of(peer), None)
-            case events.Doubted(incarnation):
-                if self.membership.doubt(incarnation):
-                    self.next.suspects.doubt(incarnation, _PROBABLY_ENDED)
+            case events.Suspected(incarnation):
+                if self.membership.suspect(incarnation):
+                    self.next.suspects.suspect(incarnation, _PROBABLY_ENDED)
                 self._handle_silent()
             case MessageReceived(peer, Drain()):
                 self._drain(self.peers.incarnation_of(peer))

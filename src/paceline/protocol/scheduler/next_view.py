@@ -22,7 +22,7 @@ class Suspects:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._reachability = Reachability(timeout_s / 2)
-        self._doubts: dict[int, str] = {}  # member that counts as silent before it is overdue → reason
+        self._reasons: dict[int, str] = {}  # member that counts as silent before it is overdue → reason
         self._silent: dict[int, bool] = {}  # overdue server → whether the wait for this server was reported
         self._cut_off: dict[int, str] = {}  # server that other servers do not reach → reason for its removal
         self.needed: tuple[Member, ...] = ()
@@ -45,19 +45,19 @@ class Suspects:
         return {**{server: self.reason(server) for server in self._silent}, **self._cut_off}
 
     def reason(self, incarnation: int) -> str:
-        return self._doubts.get(incarnation, f"it was silent for {self._timeout_s:g} s")
+        return self._reasons.get(incarnation, f"it was silent for {self._timeout_s:g} s")
 
-    def doubt(self, incarnation: int, reason: str) -> None:
-        self._doubts[incarnation] = reason
+    def suspect(self, incarnation: int, reason: str) -> None:
+        self._reasons[incarnation] = reason
 
     def take_over(self, absent: Iterable[int]) -> None:
         for server in absent:
             self._silent[server] = False
-            self._doubts[server] = "it did not rejoin the scheduler that took over"
+            self._reasons[server] = "it did not rejoin the scheduler that took over"
 
     def record_heartbeat(self, incarnation: int) -> bool | None:
         """Record a heartbeat; return None if the member was not silent, else whether the operator was notified."""
-        self._doubts.pop(incarnation, None)
+        self._reasons.pop(incarnation, None)
         return self._silent.pop(incarnation, None)
 
     def report(self, server: int, unreachable: Collection[int], time_s: float) -> None:
@@ -67,7 +67,7 @@ class Suspects:
         self._reachability = Reachability(self._timeout_s / 2)
 
     def removed(self, incarnation: int) -> None:
-        for known in (self._silent, self._cut_off, self._doubts):
+        for known in (self._silent, self._cut_off, self._reasons):
             known.pop(incarnation, None)
 
     def suspect_unreachable(self, ranks: dict[int, int], groups: Iterable[ChainGroup], time_s: float) -> bool:
@@ -179,13 +179,13 @@ class NextView:
         committed = self.publication.committed
         if not committed.version:
             return
-        doubtful = self.suspects.servers
-        # A doubtful server counts as filled only in chains without a live member. The next view is committed only when
+        suspected = self.suspects.servers
+        # A suspected server counts as filled only in chains without a live member. The next view is committed only when
         # this server has prepared it.
         alone = sum(group.buckets for group in committed.groups if servers.keys().isdisjoint(group.members))
-        filled = [(target, buckets & alone if target in doubtful else buckets) for target, buckets in self._filled]
+        filled = [(target, buckets & alone if target in suspected else buckets) for target, buckets in self._filled]
         self.planner.restore(committed.groups, filled)
-        self.planner.servers_changed(servers, self.drains.servers, doubtful)
+        self.planner.servers_changed(servers, self.drains.servers, suspected)
 
     def departing(self) -> dict[int, str | None]:
         """Return the servers to remove because no chain needs them, with the reason; None for a requested departure.
@@ -237,7 +237,7 @@ class NextView:
 
     def validate(self, servers: Collection[int]) -> None:
         self.planner.validate()
-        assert set(self.suspects.servers) <= set(servers), "a doubtful server is not a member"
+        assert set(self.suspects.servers) <= set(servers), "a suspected server is not a member"
         assert self.drains.servers <= {*servers, *self.ended}, "a draining server is not a member"
         proposal = self.publication.proposal
         assert proposal is None or proposal.committed is self.publication.committed

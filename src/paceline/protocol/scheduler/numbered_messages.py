@@ -75,7 +75,7 @@ class MemberEnd:
         if isinstance(content, Heartbeat):
             is_numbered = bool(content.progress)
             if is_numbered:
-                self.ledger.counted(content.progress)
+                self.ledger.record_counters(content.progress)
                 for number in [number for number, kept in self._notices.items() if isinstance(kept.content, Heartbeat)]:
                     del self._notices[number]  # the new heartbeat's counters include those of earlier heartbeats
         elif isinstance(content, JobRequest):
@@ -111,7 +111,7 @@ class MemberEnd:
 
         A new scheduler has no messages (-1), and also receives the messages in the record of the job.
         """
-        again = self.ledger.again() if received < 0 else ()
+        again = self.ledger.requests_to_resend() if received < 0 else ()
         unsent = {**self._calls, **self._notices}
         return [
             *(SentMessage(0, content, body, is_numbered=False) for content, body in again),

@@ -55,7 +55,7 @@ class Evidence:
 
     def missing(self, ended: Collection[int]) -> tuple[Member, ...]:
         """Return the members of the newest view that have neither rejoined nor ended."""
-        known = self._back() | set(ended)
+        known = self._returned_members() | set(ended)
         return tuple(member for member in self.latest.members if member.incarnation not in known)
 
     def missing_members(self, ended: Collection[int]) -> tuple[Member, ...]:
@@ -68,18 +68,18 @@ class Evidence:
 
     def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:
         """Whether enough servers have rejoined, and promised this term, to continue from the newest view."""
-        back = self._back(promised)
-        return all(may_take_over(voters, ended, back, replicas) for voters in self._electorates)
+        returned = self._returned_members(promised)
+        return all(may_take_over(voters, ended, returned, replicas) for voters in self._electorates)
 
     @property
     def has_voter(self) -> bool:
         """Whether each view that may be the newest has at least one voter that has rejoined."""
-        back = self._back()
-        return all(not back.isdisjoint(voters) for voters in self._electorates if voters)
+        returned = self._returned_members()
+        return all(not returned.isdisjoint(voters) for voters in self._electorates if voters)
 
     def absent_voters(self, ended: Collection[int]) -> frozenset[int]:
         """Return the voters that have neither rejoined nor ended."""
-        return frozenset().union(*self._electorates) - self._back() - set(ended)
+        return frozenset().union(*self._electorates) - self._returned_members() - set(ended)
 
     def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
         known = {
@@ -96,10 +96,10 @@ class Evidence:
         has_poster = any(rejoin.has_posted and rejoin.job_number == number for rejoin in self.returned)
         if not number:
             workers = {member.incarnation for member in self.latest.members if member.role is Role.WORKER}
-            has_poster = not workers or not workers.isdisjoint(self._back())
+            has_poster = not workers or not workers.isdisjoint(self._returned_members())
         return bool(self.returned) and has_poster and not self.missing(ended)
 
-    def _back(self, promised: int = 0) -> set[int]:
+    def _returned_members(self, promised: int = 0) -> set[int]:
         return {rejoin.member.incarnation for rejoin in self.returned if rejoin.promised >= promised}
 
 
@@ -182,7 +182,7 @@ class Recovery:
         self._num_registering = 0
         self._cluster = ""  # the cluster to take over
         self._ended: set[int] = set()
-        self._doubted: set[int] = set()
+        self._suspected: set[int] = set()
         self._term = 0  # the term of this scheduler, if it takes over
         self._requested: set[object] = set()  # the servers that received the request to promise this term
         self.needed: tuple[Member, ...] = ()
@@ -191,7 +191,7 @@ class Recovery:
         """Forget the former cluster, because a new cluster uses the same incarnations for other members."""
         self._returned, self._peers, self._cluster, self._replaces = {}, {}, "", False
         self._awaited = set()
-        self._ended, self._doubted, self.needed = set(), set(), ()
+        self._ended, self._suspected, self.needed = set(), set(), ()
 
     def is_hopeless(self, time_s: float) -> bool:
         """Whether no server has rejoined in time, so that the cluster's data is missing."""
@@ -240,12 +240,12 @@ class Recovery:
         self._ended.add(incarnation)
         self._awaited.discard(incarnation)
 
-    def doubt(self, incarnation: int) -> None:
+    def suspect(self, incarnation: int) -> None:
         """Record that the process of a member has probably ended.
 
         If a quorum exists without this member, the takeover does not wait for the member.
         """
-        self._doubted.add(incarnation)
+        self._suspected.add(incarnation)
         self._awaited.discard(incarnation)
 
     @property
@@ -287,7 +287,7 @@ class Recovery:
             return [Abandoned()] if is_late or not self._replaces else []
         if self.cluster != self._cluster:
             if self._cluster:  # former records belong to another cluster, with equal incarnations
-                self._ended, self._doubted = set(), set()
+                self._ended, self._suspected = set(), set()
             self._cluster = self.cluster
         evidence = self.evidence()
         out = self._decide(evidence, registering, max(evidence.highest_term, highest_term), is_late=is_late)
@@ -303,9 +303,9 @@ class Recovery:
         # Members that register again never received their welcome: they have committed no view and hold no bucket.
         unwelcomed = {member.incarnation for member in latest.members if member.node in registering}
         without, missing = self._ended | unwelcomed, set[int]()
-        is_complete = is_late or evidence.is_complete(without | self._doubted)
+        is_complete = is_late or evidence.is_complete(without | self._suspected)
         self._orders = evidence.orders
-        missing_members = () if is_complete else evidence.missing(without | self._doubted)
+        missing_members = () if is_complete else evidence.missing(without | self._suspected)
         self._awaited = {member.incarnation for member in missing_members}
         has_quorum = evidence.has_quorum(without, self._replicas)
         if latest.voters and latest.voters <= self._ended:

@@ -251,7 +251,7 @@ class SchedulerLink:
                 if isinstance(error, PeerError) and not isinstance(error, ConnectionLostError):
                     lost = error  # this error is the reason that the live scheduler has sent
                 elif self._reconnection.patience_s > 0 and not (self.is_closing or self.state.is_over):
-                    lost = self._come_back()
+                    lost = self._reconnect()
                 if lost is not None:
                     self._fail(lost)
                     return
@@ -320,7 +320,7 @@ class SchedulerLink:
         if view is not None:
             self.hooks.on_notice(view)
 
-    def _come_back(self) -> PacelineError | None:
+    def _reconnect(self) -> PacelineError | None:
         """Reconnect to the same scheduler or its replacement; return the reason of a failure."""
         retry = self._reconnection
         self.calls.disconnected()

@@ -121,7 +121,7 @@ class Scheduler(Handler):
         self._fail = fail
         self._tables = Tables()
         self._processes = ProcessWatch(
-            self.process_ended, lambda incarnation: self._feed(events.Doubted(incarnation)), fail
+            self.process_ended, lambda incarnation: self._feed(events.Suspected(incarnation)), fail
         )
         self._timer: asyncio.TimerHandle | None = None
         # the timer that passes the event Flush to the core, which then publishes the waiting changes

@@ -75,7 +75,7 @@ class ChainLinks:
         if header.kind != PONG:
             self._on_frame(target, header, meta, body)
 
-    def want(self, targets: Mapping[int, Endpoint], hello: Hello) -> None:
+    def connect_to(self, targets: Mapping[int, Endpoint], hello: Hello) -> None:
         """Keep connections to exactly these servers; `hello` identifies this server."""
         for removed in self._links.keys() - targets.keys():
             self._links.pop(removed).stop()
@@ -260,7 +260,7 @@ class Replicator:
             known: Mapping[int, Endpoint] = {
                 target: self._endpoints[target] for target in targets if target in self._endpoints
             }
-            self._links.want(known, self.hello)
+            self._links.connect_to(known, self.hello)
 
     def _peer(self, target: int) -> Peer | None:
         return None if self._links is None else self._links.peer(target)

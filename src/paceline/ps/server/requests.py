@@ -120,7 +120,7 @@ class Requests:
             return instructions
 
         table.pushes += 1
-        self._runtime.surely(admit)
+        self._runtime.run_or_fail(admit)
         self._pressure.record(peer, new[1].nbytes)
 
     def _push_down(
@@ -150,7 +150,7 @@ class Requests:
             self._use_applied_gradients(push, selection)
         push.own()
         table.part.reserve(selection)
-        self._runtime.surely(lambda: self._core.admit(verdict, push))
+        self._runtime.run_or_fail(lambda: self._core.admit(verdict, push))
         self._pressure.record(peer, push.num_bytes)
         if fresh:
             table.staleness.applied(worker, header.clock)
@@ -177,7 +177,7 @@ class Requests:
     def push_own(self, push: ChainPush) -> None:
         """Apply and forward a push of this server on behalf of a client."""
         verdict = self._core.push(push.incarnation, push.sequence, 0, push.buckets)
-        self._runtime.surely(lambda: self._core.admit(verdict, push))
+        self._runtime.run_or_fail(lambda: self._core.admit(verdict, push))
 
     def _try_push(self, peer: Peer, table: ServerTable, new: Push, top: float) -> None:
         self._non_finite.try_push(table, *new, top, f"a push of {name_of(peer)} to server {self._tables.rank}")
@@ -205,7 +205,7 @@ class Requests:
                 self._try_push(peer, table, (selection, grads), top)
             table.part.reserve(selection)  # may raise MemoryError, so reserve before the push counts as applied
         table.pushes += 1
-        try:  # faster than Runtime.surely, and a push without a token has no instructions
+        try:  # faster than Runtime.run_or_fail, and a push without a token has no instructions
             self._core.admit(verdict)
             if not dropped:
                 table.part.push(selection, grads)

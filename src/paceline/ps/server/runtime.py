@@ -70,7 +70,7 @@ class Runtime:
                 on_up=self._link_up,
                 on_frame=self._link_frame,
                 fail=fail,
-                on_down=lambda target: self.feed_surely(replication.LinkDown(target)),
+                on_down=lambda target: self.feed_or_fail(replication.LinkDown(target)),
             )
         self._checks = checks
         self.replicator = Replicator(core, tables, self.links, checks, fail=fail)
@@ -117,14 +117,14 @@ class Runtime:
         if instructions:
             self.carry_out(instructions)
 
-    def feed_surely(self, event: events.Event) -> None:
+    def feed_or_fail(self, event: events.Event) -> None:
         """Apply one event that must not be rejected."""
-        self.surely(lambda: self.core.handle(event))
+        self.run_or_fail(lambda: self.core.handle(event))
 
     def carry_out(self, instructions: Sequence[events.Instruction]) -> None:
-        self.surely(lambda: instructions)
+        self.run_or_fail(lambda: instructions)
 
-    def surely(self, change: Callable[[], Sequence[events.Instruction]]) -> None:
+    def run_or_fail(self, change: Callable[[], Sequence[events.Instruction]]) -> None:
         """Change the core and carry out the instructions; every exception ends the server."""
         try:
             for instruction in change():
@@ -273,16 +273,16 @@ class Runtime:
             self.sums.restrict(instruction.buckets)
 
     def _link_up(self, target: int) -> None:
-        self.feed_surely(replication.LinkUp(target))
+        self.feed_or_fail(replication.LinkUp(target))
         self._fills.send_soon()
 
     def _link_frame(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind == FORWARDED:
-            self.feed_surely(replication.Acknowledged(target, header.request))
+            self.feed_or_fail(replication.Acknowledged(target, header.request))
             if self.core.filling:
                 self._fills.send_soon()
         elif header.kind == STATE_TAKEN:
-            self.feed_surely(replication.Confirmed(target, header.request))
+            self.feed_or_fail(replication.Confirmed(target, header.request))
             self._fills.taken(target, header)
         elif header.kind == FrameKind.ERROR:
             _logger.error("a successor rejected a frame, so everything is sent again: %s", error_of(meta))

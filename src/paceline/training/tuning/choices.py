@@ -106,8 +106,8 @@ def tune(
     pool = ThreadPoolExecutor(num_cores())
     usual_losses = trial.usual_losses(rules[0])
 
-    def try_rules(doubted: Sequence[FTRL], further: Sequence[FTRL]) -> list[TriedRule]:
-        futures = [pool.submit(trial.run, rule, usual_losses) for rule in doubted]
+    def try_rules(uncertain: Sequence[FTRL], further: Sequence[FTRL]) -> list[TriedRule]:
+        futures = [pool.submit(trial.run, rule, usual_losses) for rule in uncertain]
         futures += [pool.submit(trial.run, rule) for rule in further]
         return [future.result() for future in futures]
 

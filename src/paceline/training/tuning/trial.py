@@ -78,7 +78,7 @@ class HeldOutLosses:
             return math.isfinite(self.mean)
         return other.mean - self.mean > errors * self._standard_error(other)
 
-    def doubted_mean(self, usual: HeldOutLosses) -> float:
+    def pessimistic_mean(self, usual: HeldOutLosses) -> float:
         """Return the mean plus half a standard error of its difference from `usual`."""
         return self.mean + _CAUTION * self._standard_error(usual)
 
@@ -95,7 +95,7 @@ class TriedRule:
     passes: int
     losses: HeldOutLosses
     score: float
-    """The value to minimize: the mean loss, or :meth:`HeldOutLosses.doubted_mean` if there are few examples."""
+    """The value to minimize: the mean loss, or :meth:`HeldOutLosses.pessimistic_mean` if there are few examples."""
     optimism: Optimism
 
 
@@ -150,7 +150,7 @@ class SampleTrial:
         """Train with `rule` until the held-out loss no longer decreases.
 
         The score is the lowest mean loss of a pass. If `usual` is given, it is the lowest
-        :meth:`HeldOutLosses.doubted_mean`.
+        :meth:`HeldOutLosses.pessimistic_mean`.
         """
         states = self._fresh_states()
         scores: list[float] = []
@@ -159,7 +159,7 @@ class SampleTrial:
         for _ in range(min(self._max_passes, max_passes)):
             self._train(states, rule)
             found = self._losses(self._margins(states))
-            scores.append(found.mean if usual is None else found.doubted_mean(usual))
+            scores.append(found.mean if usual is None else found.pessimistic_mean(usual))
             if best is None or scores[-1] < min(scores[:-1]):
                 best, weights = found, [state.rows[:, 0].copy() for state in states]
             if is_over(scores):

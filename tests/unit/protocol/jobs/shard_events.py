@@ -46,7 +46,7 @@ def handle(pool: Shards, event: Event) -> list[Instruction | Wait]:
     """Call the pool, and return its instructions; a Wait if a request has no answer yet."""
     match event:
         case ShardWanted(worker):
-            return [*pool.want(worker)] or [Wait(worker)]
+            return [*pool.request_shard(worker)] or [Wait(worker)]
         case Done():
             return [*pool.finish(*event)]
         case WorkerLost(worker):

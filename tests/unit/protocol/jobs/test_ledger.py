@@ -286,6 +286,6 @@ def test_a_job_without_shards_ends_under_the_next_scheduler(assignment: str, fil
     ledger.validate()
     assert not ledger.state(2, 2.0).finished
     for worker in workers:
-        ledger.leases.rests(worker.member.rank, 3.0)
+        ledger.leases.stop_work(worker.member.rank, 3.0)
     state = ledger.state(2, 5.0)
     assert (state.done, state.total, state.finished) == (0, 0, True)

@@ -43,7 +43,7 @@ def test_a_worker_records_leases_and_finished_shards() -> None:
     give_lease(ledger, 3, NONE_FREE, 0)
     ledger.sent(messages.LeaseDone(job=3, lease=1, progress={"job": 3, "examples": 7.0}))
     ledger.sent(messages.LeaseDone(job=2, lease=2))  # a record of a finished job
-    ledger.counted({"job": 3, "examples": 9.0})
+    ledger.record_counters({"job": 3, "examples": 9.0})
     ledger.sent(messages.FileEnded(job=3, file=4, num_shards=2))
     memory = memory_of(ledger)
     assert (memory.number, memory.working, memory.last_lease) == (3, True, 2)
@@ -65,7 +65,7 @@ def test_reports_are_counted_and_kept_until_the_next_job() -> None:
     done = messages.LeaseDone(job=1, lease=1)
     ledger.sent(done)
     ledger.sent(messages.Report(job=1, fields={}))
-    *reports, last = ledger.again()
+    *reports, last = ledger.requests_to_resend()
     assert [(report.number, body) for report, body in reports if isinstance(report, messages.Report)] == [
         (1, (b"body",)),
         (2, (b"body",)),
@@ -73,7 +73,7 @@ def test_reports_are_counted_and_kept_until_the_next_job() -> None:
     ]
     assert (last[0], [lease.lease for lease in memory_of(ledger).leases]) == (done, [0, 1])
     give_job(ledger, 2)
-    assert ledger.again() == []
+    assert ledger.requests_to_resend() == []
 
 
 def test_a_worker_is_busy_until_it_requests_the_next_job() -> None:

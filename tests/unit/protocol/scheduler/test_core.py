@@ -434,26 +434,26 @@ def test_a_silent_server_is_live_after_another_registration() -> None:
 
 def test_the_takeover_does_not_wait_for_a_probably_ended_server() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1)
-    scheduler.handle(events.Doubted(b.incarnation))
+    scheduler.handle(events.Suspected(b.incarnation))
     assert set(scheduler.view.servers) == {a.incarnation}
-    scheduler.handle(events.Doubted(w.incarnation))
+    scheduler.handle(events.Suspected(w.incarnation))
     assert scheduler.view.excludes(w.incarnation)
     reason = "its connection broke, and its host refuses connections to its address"
     assert scheduler.all(events.Removed) == [
         events.Removed(b.member, reason),  # type: ignore[arg-type]
         events.Removed(w.member, reason),  # type: ignore[arg-type]
     ]
-    scheduler.handle(events.Doubted(99))
+    scheduler.handle(events.Suspected(99))
 
 
 def test_a_doubt_does_not_remove_the_last_server_of_a_bucket() -> None:
     scheduler, (a, b), _ = started(2)
     held = holders(scheduler.view, b)
-    scheduler.handle(events.Doubted(b.incarnation))
+    scheduler.handle(events.Suspected(b.incarnation))
     assert holders(scheduler.view, b) == held
     assert "is silent" in scheduler.notes[-1]
     scheduler.pass_time(HEARTBEAT_S)  # a heartbeat of the server arrives
-    scheduler.handle(events.Doubted(a.incarnation))
+    scheduler.handle(events.Suspected(a.incarnation))
     assert holders(scheduler.view, a) == ALL & ~held
     assert scheduler.all(events.BucketsLost) == []
 

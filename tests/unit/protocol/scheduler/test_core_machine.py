@@ -159,7 +159,7 @@ class Run:
             (6, self.flush),
             (2, self.leave),
             (2, self.kill),
-            (1, self.doubt),
+            (1, self.suspect),
         ]
         weights = [weight for weight, _ in actions]
         self.random.choices([action for _, action in actions], weights)[0]()
@@ -253,11 +253,11 @@ class Run:
             if node.member is not None and self.random.random() < 0.6:
                 self.scheduler.feed(events.ProcessEnded(node.incarnation))
 
-    def doubt(self) -> None:
+    def suspect(self) -> None:
         """Report to a scheduler that no process listens at the address of an ended process."""
         dead_nodes = [node for node in self.nodes if not node.is_alive and node.member is not None]
         if dead_nodes:
-            self.random.choice(self.schedulers).feed(events.Doubted(self.random.choice(dead_nodes).incarnation))
+            self.random.choice(self.schedulers).feed(events.Suspected(self.random.choice(dead_nodes).incarnation))
 
     def replace_scheduler(self) -> None:
         former = self.scheduler

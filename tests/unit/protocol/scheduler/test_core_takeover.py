@@ -215,7 +215,7 @@ def test_no_wait_for_a_probably_ended_member_after_the_return_of_a_majority() ->
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
     scheduler.rejoin(a)
-    scheduler.handle(events.Doubted(b.incarnation), events.Doubted(c.incarnation))
+    scheduler.handle(events.Suspected(b.incarnation), events.Suspected(c.incarnation))
     assert scheduler.core.phase is Phase.RECOVERING  # one of the two servers must return
     scheduler.rejoin(c)
     assert scheduler.core.phase is Phase.LEADING

@@ -154,7 +154,7 @@ class Run:
             self.reconnect,
             self.leave,
             self.kill,
-            self.doubt,
+            self.suspect,
         ]
         self.random.choice(actions)()
         if self.random.random() < 0.7:
@@ -229,11 +229,11 @@ class Run:
                 self.scheduler.feed(events.ProcessEnded(node.incarnation))
             self.scheduler.kill(node, is_known=self.is_of_cluster(node) and self.random.random() < 0.7)
 
-    def doubt(self) -> None:
+    def suspect(self) -> None:
         core = self.scheduler.core
         members = (*core.membership.members, *core.missing_members)
         for member in self.random.sample(members, min(len(members), 2)):
-            self.scheduler.feed(events.Doubted(member.incarnation))
+            self.scheduler.feed(events.Suspected(member.incarnation))
 
     def is_of_cluster(self, node: Node) -> bool:
         """Whether a node may be a member of the scheduler's cluster."""

@@ -26,9 +26,9 @@ class Watched:
 
     def __init__(self) -> None:
         self.ended: list[int] = []
-        self.doubted: list[int] = []
+        self.suspected: list[int] = []
         self.failures: list[BaseException] = []
-        self.watch = ProcessWatch(self.ended.append, self.doubted.append, self.failures.append)
+        self.watch = ProcessWatch(self.ended.append, self.suspected.append, self.failures.append)
 
     async def wait_for(self, condition: Callable[[], object]) -> None:
         until_s = time.monotonic() + LONG_S
@@ -103,7 +103,7 @@ def test_an_ended_process_is_reported_after_a_broken_connection(child: subproces
         assert watched.ended == []
         child.kill()
         await watched.wait_for(lambda: watched.ended)
-        assert (watched.ended, watched.doubted) == ([3], [])
+        assert (watched.ended, watched.suspected) == ([3], [])
 
     run(scenario)
 
@@ -180,10 +180,10 @@ def test_a_missing_listener_on_the_same_host_means_an_ended_process() -> None:
         port = server.getsockname()[1]
         watched.watch.watch(member(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port)), connected=False)
         await asyncio.sleep(0.2)
-        assert (watched.ended, watched.doubted) == ([], [])
+        assert (watched.ended, watched.suspected) == ([], [])
         server.close()
         await watched.wait_for(lambda: watched.ended)
-        assert (watched.ended, watched.doubted) == ([3], [])
+        assert (watched.ended, watched.suspected) == ([3], [])
 
     run(scenario)
 
@@ -194,8 +194,8 @@ def test_a_missing_listener_on_another_host_means_a_doubted_process(monkeypatch:
         port = server.getsockname()[1]
         server.close()
         watched.watch.watch(member(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port)), connected=False)
-        await watched.wait_for(lambda: watched.doubted)
-        assert (watched.ended, watched.doubted) == ([], [3])
+        await watched.wait_for(lambda: watched.suspected)
+        assert (watched.ended, watched.suspected) == ([], [3])
 
     monkeypatch.setattr("paceline.ps.scheduler.processes._is_own_address", lambda host: False)
     run(scenario)
@@ -211,6 +211,6 @@ def test_a_reconnected_process_is_not_probed() -> None:
         await asyncio.sleep(0.3)
         server.close()
         await asyncio.sleep(0.5)
-        assert (watched.ended, watched.doubted) == ([], [])
+        assert (watched.ended, watched.suspected) == ([], [])
 
     run(scenario)
