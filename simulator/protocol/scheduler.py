@@ -74,7 +74,7 @@ class SimulatedScheduler(MessageProcess):
     def _probe(self, name: str, incarnation: int) -> None:
         is_refused = name not in self.network.listeners and name not in self.network.powerless
         if is_refused and not self.settings.is_one_host and self.core.cluster.membership.find(incarnation):
-            self._feed(events.Doubted(incarnation))
+            self._feed(events.Suspected(incarnation))
 
     # The core.
 
