@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import signal
 import statistics
+import urllib.request
 
 import msgspec
 import pytest
@@ -125,6 +127,40 @@ def test_compare_and_explain(commands: Commands) -> None:
     measured = {line["strategy"]: line["measured_s"] for line in explained["strategies"]}
     assert [measured[line["strategy"]] for line in found] == [line["measured_s"] for line in found]
     assert measured["sharded"] is None
+
+
+def test_the_page_of_a_simulation_is_served_until_ctrl_c(paceline: Commands) -> None:
+    running = paceline.start("simulate", "--nodes", "2,4", "--dashboard")
+    address = running.wait_line("dashboard at").split(" at ")[1].split(". ")[0]
+    with urllib.request.urlopen(address, timeout=20) as answer:
+        assert b"Efficiency by nodes" in answer.read()
+    running.signal(signal.SIGINT)
+    assert running.wait().status == 0
+
+
+@pytest.mark.thorough
+def test_measured_strategies_are_shown_before_an_error(commands: Commands) -> None:
+    """The script fails under the second strategy."""
+    script = SCRIPT.replace(
+        "num_batches =", "assert __import__('os').environ['PACELINE_STRATEGY'] != 'sharded'\nnum_batches ="
+    )
+    (commands.folder / "train.py").write_text(script)
+    words = [
+        "compare",
+        "--steps",
+        "12",
+        "--strategies",
+        "all-reduce,sharded",
+        "--report",
+        "page.html",
+        "train.py",
+        "100",
+    ]
+    finished = commands.run(*words)
+    assert finished.status != 0
+    assert "train.py failed with status 1: AssertionError" in finished.err
+    assert any(line.startswith("all-reduce ") for line in finished.out.splitlines())
+    assert "Loss against time" in (commands.folder / "page.html").read_text()
 
 
 @pytest.mark.thorough

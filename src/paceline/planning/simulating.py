@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -186,47 +186,26 @@ def show_simulation(console: Console, found: dict[int, SimulatedNodes], options:
 def page_of(found: dict[int, SimulatedNodes], options: SimulateOptions) -> list[Plot | Bars | PageTable]:
     """Return the sections of the report: the curves of efficiency and of speed, and their numbers."""
     nodes, curves = list(found), list(_curves(found))
-    alone = {
-        number: simulated.scenario.profile.batch_size / simulated.scenario.profile.compute_s
-        for number, simulated in found.items()
-    }
+    names = [f"{candidate.label} {_place(candidate)}".strip() for candidate, _ in curves]
     labels = list(dict.fromkeys(candidate.label for candidate, _ in curves))
-
-    def series(candidate: StrategyCandidate, values: Sequence[float]) -> Series:
-        name = " ".join(filter(None, [candidate.label, _place(candidate)]))
-        color = labels.index(candidate.label)
-        return Series(name=name, x=nodes, y=values, color=color, is_dashed=candidate.is_separate)
-
     speeds = [
-        [
-            share * alone[number] * found[number].scenario.shape.num_ranks
-            for number, share in zip(nodes, shares, strict=True)
+        [line.examples_per_s for line in column]
+        for column in zip(*(simulated.predictions for simulated in found.values()), strict=True)
+    ]
+
+    def plot(title: str, values: Sequence[Sequence[float]], format: Literal["percent", "count"], note: str) -> Plot:
+        series = [
+            Series(name=name, x=nodes, y=y, color=labels.index(candidate.label), is_dashed=candidate.is_separate)
+            for name, (candidate, _), y in zip(names, curves, values, strict=True)
         ]
-        for _, shares in curves
-    ]
-    rows = [
-        [" ".join(filter(None, [candidate.label, _place(candidate)])), *(f"{share:.0%}" for share in shares)]
-        for candidate, shares in curves
-    ]
+        return Plot(title=title, x_label="nodes", series=series, format=format, is_log=True, note=note)
+
+    remarks = " ".join(f"{sentence.rstrip('.')}." for sentence in _describe(found, options))
+    note = "examples per second, divided by the speed of the same number of ranks without communication and waiting"
+    rows = [[name, *(f"{share:.0%}" for share in shares)] for name, (_, shares) in zip(names, curves, strict=True)]
     return [
-        Plot(
-            title="Efficiency",
-            x_label="nodes",
-            series=[series(*curve) for curve in curves],
-            format="percent",
-            is_log=True,
-            note="examples per second, divided by the speed of equally many ranks without communication and waiting",
-        ),
-        Plot(
-            title="Examples per second of all ranks",
-            x_label="nodes",
-            series=[series(candidate, values) for (candidate, _), values in zip(curves, speeds, strict=True)],
-            format="count",
-            is_log=True,
-            note=" ".join(
-                sentence if sentence.endswith(".") else f"{sentence}." for sentence in _describe(found, options)
-            ),
-        ),
+        plot("Efficiency", [shares for _, shares in curves], "percent", note),
+        plot("Examples per second of all ranks", speeds, "count", remarks),
         PageTable(title="Efficiency by nodes", columns=["strategy", *(f"{n:,}" for n in nodes)], rows=rows),
     ]
 
