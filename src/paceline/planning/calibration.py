@@ -23,7 +23,7 @@ from paceline.observe.work import start_work
 from paceline.output_files import USER_FOLDER, replacing
 from paceline.planning.links import Curve, Machine, StrategyCost
 from paceline.planning.plays import ClusterShape
-from paceline.planning.predictions import Scenario, StrategyCandidate, predict_step
+from paceline.planning.predictions import FILTER, Scenario, StrategyCandidate, predict_step
 from paceline.planning.scripts import MeasuredCommand, measured_step_s
 from paceline.strategies.profile import ModelProfile
 from paceline.transport import register_type
@@ -110,6 +110,19 @@ def _time_memory() -> float:
         np.add(array, addend, out=array)
         times.append(time.perf_counter() - began)
     return statistics.median(times) / (3 * array.nbytes)
+
+
+def time_filter() -> float:
+    """Return the seconds per byte that the filter of the predictions needs to encode and decode large arrays."""
+    values = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
+    data, decoded = np.empty(FILTER.num_bytes(len(values)), np.uint8), np.empty_like(values)
+    times = []
+    for _ in range(9):
+        began = time.perf_counter()
+        FILTER.encode(values, None, data)
+        FILTER.decode(data, decoded)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) / values.nbytes
 
 
 def _all_reduce_times(plan: BenchPlan) -> list[tuple[int, float]]:

@@ -13,7 +13,7 @@ from paceline.environment import num_cores
 from paceline.errors import UsageError
 from paceline.launch import RunOptions
 from paceline.observe.table import format_bytes
-from paceline.planning.calibration import key_of, load_machine, load_results, measure_machine
+from paceline.planning.calibration import key_of, load_machine, load_results, measure_machine, time_filter
 from paceline.planning.links import Curve, Machine, parse_link
 from paceline.planning.options import ExplainOptions
 from paceline.planning.plays import ClusterShape
@@ -69,7 +69,7 @@ def find_machine(shape: ClusterShape, *, again: bool = False) -> Machine:
         return Machine(num_cores=num_cores(), ranks_per_node=1, all_reduce=Curve(((1, 0.0),)), socket_s_per_byte=0.0)
     ranks = max(shape.ranks_per_node, 2)  # messages of one rank per node are measured between two ranks here
     machine = None if again else load_machine(ranks)
-    return machine or measure_machine(ranks)
+    return replace(machine or measure_machine(ranks), filter_s_per_byte=time_filter())
 
 
 def profile_both(
@@ -155,7 +155,7 @@ def show_explanation(
         )
     console.print(table)
     if not all(prediction.candidate.is_exact for prediction in predictions):
-        console.print("* applies stale gradients: more examples per second may still learn more slowly")
+        console.print("* applies stale or rounded gradients: more examples per second may still learn more slowly")
     best = choose(predictions)
     console.print(f"\n{explain_choice(best, predictions)}")
     console.print(f"its bottleneck: {best.bottleneck}; it needs {_REMEDIES[best.bottleneck]}")

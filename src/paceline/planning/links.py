@@ -106,6 +106,8 @@ class Machine:
     """Processor time of a rank for each byte that it sends and receives over the network."""
     memory_s_per_byte: float = 0.0
     """Processor time for each byte that an operation on large arrays reads or writes."""
+    filter_s_per_byte: float = 0.0
+    """Processor time for each byte of float32 values that the filter ``quantize:8`` encodes and decodes."""
     costs: dict[str, StrategyCost] = field(default_factory=dict)
     """By the name of the strategy, with ``:eventual`` for asynchronous servers."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from paceline.errors import UsageError
+from paceline.filters import Quantize
 from paceline.planning.clock import Kind
 from paceline.planning.formulas import byteps_optimum_s
 from paceline.planning.links import Machine, format_speed
@@ -31,8 +32,17 @@ from paceline.strategies.profile import ModelProfile
 
 PREDICTED: Final = ("one-device", "all-reduce", "parameter-server", "hybrid", "sharded", "pipeline")
 """The strategies that have a prediction."""
+FILTER: Final = Quantize(bits=8)
+_FILTERS: Final = "quantize:8"
+_FILTERED: Final = {"all-reduce": 1.5, "parameter-server": 2.0}
+"""The strategies with a prediction for this filter: how many times each rank encodes and decodes its gradients.
+
+Under all-reduce, a rank encodes and decodes its gradients, decodes the mean, and encodes its part of it. With servers,
+both gradients and parameters are encoded and decoded.
+"""
 _TAU: Final = 4
 _MICROBATCHES_PER_STAGE: Final = 4
+_FILTER_VALUES: Final = 1 << 20
 _LARGEST_CHANGE: Final = 1000.0
 _CHANGES, _HALVINGS = 10, 6
 
@@ -49,11 +59,14 @@ class StrategyCandidate:
     """Whether the servers have machines of their own, rather than the nodes of the ranks."""
     needs_more_nodes: bool = False
     """Whether it needs machines for servers that the user has not named."""
+    filters: str | None = None
+    """Filters that compress gradients, as in ``paceline run --filters``."""
 
     @property
     def label(self) -> str:
-        """The name of the strategy, with the consistency of its servers."""
-        return self.strategy if self.consistency is None else f"{self.strategy}:{self.consistency}"
+        """The name of the strategy, with the consistency of its servers and the filters."""
+        name = self.strategy if self.consistency is None else f"{self.strategy}:{self.consistency}"
+        return name if self.filters is None else f"{name}+{self.filters}"
 
     @property
     def description(self) -> str:
@@ -73,7 +86,7 @@ class StrategyCandidate:
     @property
     def is_exact(self) -> bool:
         """Whether the result equals the result of one device on the combined batches."""
-        return self.consistency in (None, "sequential")
+        return self.consistency in (None, "sequential") and self.filters is None
 
     @property
     def is_choosable(self) -> bool:
@@ -89,12 +102,24 @@ class StrategyCandidate:
         words = ["--strategy", self.strategy]
         if self.consistency is not None:
             words += ["--consistency", self.consistency, "--servers", str(self.servers)]
-        return words
+        return words if self.filters is None else [*words, "--filters", self.filters]
 
 
 def parse_candidate(text: str, servers: int | None = None) -> StrategyCandidate:
-    """Return the candidate of a text such as ``parameter-server:bounded:4``. Raises UsageError."""
-    name, _, consistency = text.strip().partition(":")
+    """Return the candidate of a text such as ``parameter-server:bounded:4`` or ``all-reduce+quantize:8``.
+
+    Raises UsageError.
+    """
+    text, _, filters = text.strip().partition("+")
+    if filters:
+        plain = parse_candidate(text, servers)
+        if filters != _FILTERS or plain.strategy not in _FILTERED:
+            raise UsageError(
+                f"--strategies {text}+{filters}: has no prediction. Only +{_FILTERS} has one, after "
+                f"{' or '.join(_FILTERED)}"
+            )
+        return replace(plain, filters=filters)
+    name, _, consistency = text.partition(":")
     spec = check_strategy(name, "strategies")
     if name not in PREDICTED:
         raise UsageError(f"--strategies {text}: {name} has no prediction. Choose from {', '.join(PREDICTED)}")
@@ -187,6 +212,11 @@ def candidates(scenario: Scenario) -> Iterator[StrategyCandidate]:
             is_separate=is_separate,
             needs_more_nodes=is_separate and scenario.servers is None,
         )
+    if scenario.machine.filter_s_per_byte and shape.nodes > 1 and not profile.sparse_bytes:
+        yield StrategyCandidate(strategy="all-reduce", filters=_FILTERS)
+        yield StrategyCandidate(
+            strategy="parameter-server", consistency="sequential", servers=shape.nodes, filters=_FILTERS
+        )
     if profile.parameter_bytes:
         yield StrategyCandidate(strategy="sharded")
     if 2 <= shape.num_ranks <= len(profile.layers) and not profile.sparse_bytes:
@@ -195,6 +225,8 @@ def candidates(scenario: Scenario) -> Iterator[StrategyCandidate]:
 
 def predict_step(scenario: Scenario, candidate: StrategyCandidate) -> StepPrediction:
     """Predict the step of a candidate: its critical path, and the waiting for slower ranks."""
+    if candidate.filters is not None:
+        scenario = _with_filter(scenario, candidate)
     profile, shape, machine = scenario.profile, scenario.shape, scenario.machine
     servers = ServerGroup(
         count=max(candidate.servers, 1), is_separate=candidate.is_separate, is_synchronous=candidate.tau == 0
@@ -230,6 +262,24 @@ def predict_step(scenario: Scenario, candidate: StrategyCandidate) -> StepPredic
         memory_bytes=_memory_bytes(candidate, profile, shape.num_ranks),
         parts={**played.parts, "slow ranks": waiting_s},
     )
+
+
+def _with_filter(scenario: Scenario, candidate: StrategyCandidate) -> Scenario:
+    """Return a scenario with faster links, because messages are shorter, and with the processor time of the filter.
+
+    Ranks of one node do not reduce inside of the node first, so a node sends the gradients of each of them.
+    """
+    machine, shape = scenario.machine, scenario.shape
+    name = "parameter-server:eventual" if candidate.tau is None or candidate.tau > 0 else candidate.strategy
+    share = FILTER.num_bytes(_FILTER_VALUES) / (4 * _FILTER_VALUES)
+    if candidate.strategy == "all-reduce":
+        share *= shape.ranks_per_node
+    cost = machine.cost(name)
+    more_s = _FILTERED[candidate.strategy] * machine.filter_s_per_byte
+    costs = {**machine.costs, name: replace(cost, byte_s=cost.byte_s + more_s)}
+    changed = replace(machine, costs=costs, socket_s_per_byte=machine.socket_s_per_byte * share)
+    link = None if shape.link is None else shape.link.with_speed(1 / share)
+    return replace(scenario, machine=changed, shape=replace(shape, link=link))
 
 
 def _microbatches(scenario: Scenario) -> int:

@@ -27,6 +27,7 @@ from paceline.planning.plays import (
 from paceline.planning.predictions import (
     Scenario,
     StrategyCandidate,
+    candidates,
     choose,
     find_change,
     find_changes,
@@ -239,6 +240,28 @@ def test_a_faster_link_changes_the_choice() -> None:
     assert any("or more examples per batch and rank, all-reduce is fastest." in sentence for sentence in sentences)
 
 
+@pytest.mark.parametrize("label", ["all-reduce", "parameter-server"])
+def test_a_filter_shortens_messages_and_needs_processor_time(label: str) -> None:
+    """``quantize:8`` sends 260 instead of 1,024 bytes per block of values."""
+    profile = model()
+    num_bytes = profile.parameter_bytes
+    plain, filtered = (parse_candidate(text, 8) for text in (label, f"{label}+quantize:8"))
+    assert filtered.words()[-2:] == ["--filters", "quantize:8"]
+    free = scenario(profile)
+    plain_s, filtered_s = (predict_step(free, candidate).step_s for candidate in (plain, filtered))
+    assert filtered_s == pytest.approx(plain_s * 260 / 1024, rel=1e-3)
+    costly = scenario(profile, machine=replace(MACHINE, filter_s_per_byte=1e-8))
+    assert filtered in candidates(costly)
+    assert filtered not in candidates(free)  # without a measured filter
+    found = predict_step(costly, filtered)
+    if label == "all-reduce":  # the ranks encode and decode after the last message
+        assert found.step_s == pytest.approx(filtered_s + 1.5e-8 * num_bytes)
+    else:  # the first push, and the last pull
+        assert found.step_s > filtered_s
+    assert found.memory_bytes == predict_step(costly, plain).memory_bytes
+    assert not found.candidate.is_choosable
+
+
 ONLY_ALL_REDUCE = replace(
     MACHINE, costs={"parameter-server": StrategyCost(step_s=9.0), "sharded": StrategyCost(step_s=9.0)}
 )
@@ -309,6 +332,14 @@ def test_candidates_are_parsed(text: str, label: str, words: str | None) -> None
         ("mirrored", "--strategies mirrored: mirrored has no prediction. Choose from one-device, all-reduce"),
         ("all-reduce:bounded:4", "--strategies all-reduce:bounded:4: all-reduce has no servers. Leave :bounded:4 out"),
         ("parameter-server:fast", "'fast'"),
+        (
+            "sharded+quantize:8",
+            "--strategies sharded+quantize:8: has no prediction. Only +quantize:8 has one, after all",
+        ),
+        (
+            "all-reduce+zstd",
+            "--strategies all-reduce+zstd: has no prediction. Only +quantize:8 has one, after all-reduce",
+        ),
     ],
 )
 def test_wrong_candidates_are_rejected(text: str, message: str) -> None:
