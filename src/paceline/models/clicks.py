@@ -49,7 +49,7 @@ class ClickMinibatch(KeyedMinibatch):
         return self.probabilities
 
     def _forward(self, weights: Sequence[Floats], residuals: Floats) -> float:
-        """Return the summed loss. Write P(click) and the loss's derivatives by the margins (float32 [n])."""
+        """Return the summed loss. Write P(click) and the loss's derivatives with respect to the margins."""
         return click_loss(self.margins(weights), self.labels, self._weights, self.probabilities, residuals)
 
 
@@ -145,7 +145,7 @@ def _expected(optimism: Optimism) -> Optimism:
 def click_loss(
     margins: Floats, labels: Floats, weights: Floats | None, probabilities: Floats, residuals: Floats
 ) -> float:
-    """Return the log loss summed over a minibatch. Write P(click) and the loss's derivatives by the margins.
+    """Return a minibatch's summed log loss. Write P(click) and the loss's derivatives with respect to the margins.
 
     All arrays are float32 [n]. `weights` is None if each example counts once.
     """

@@ -68,7 +68,7 @@ def init_rpc(
     if is_running():
         raise UsageError(f"rpc runs in this process already, as {current_agent().name!r}; call shutdown() first")
     if isinstance(allow, str):
-        raise UsageError(f"allow is {allow!r}, a list of names was expected: allow=[{allow!r}]")
+        raise UsageError(f"allow is {allow!r}, expected a list of names: allow=[{allow!r}]")
     allowed = Allowed(allow)
     variables = environment()
     tls = tls or TLS.of_environment(variables)

@@ -175,7 +175,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 def backward_of_root(root: Any, context_id: int, retain_graph: bool) -> None:
     """Start a backward pass from the tensor ``root``, in the process that owns it, for :meth:`RRef.backward`."""
     if not isinstance(root, torch.Tensor):
-        raise UsageError(f"backward() was called on an RRef to {type(root).__name__}, a tensor was expected")
+        raise UsageError(f"backward() was called on an RRef to {type(root).__name__}, expected a tensor")
     if context_id == -1:
         root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     else:

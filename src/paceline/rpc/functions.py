@@ -32,7 +32,7 @@ def promise_of(value: Any) -> Future[Any]:
         return value
     read = getattr(value, "value", None) or getattr(value, "result", None)
     if not callable(read) or not callable(getattr(value, "add_done_callback", None)):
-        raise UsageError(f"a function under async_execution returned {type(value).__name__}, a Future was expected")
+        raise UsageError(f"a function under async_execution returned {type(value).__name__}, expected a Future")
     promise: Future[Any] = Future()
     value.add_done_callback(functools.partial(_copy_outcome, promise, read))
     return promise

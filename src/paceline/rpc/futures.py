@@ -104,7 +104,7 @@ class Future(Generic[_Result]):
     def then(self, function: Callable[[Future[_Result]], _Other]) -> Future[_Other]:
         """Call ``function(self)`` when this future is done, and return the future of its result."""
         if not callable(function):
-            raise UsageError(f"then() got {function!r}, a function that takes the future was expected")
+            raise UsageError(f"then() got {function!r}, expected a function that takes the future")
         following: Future[_Other] = Future()
 
         def run(future: Future[_Result]) -> None:

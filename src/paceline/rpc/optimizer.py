@@ -85,7 +85,7 @@ def _make(name: str, rrefs: Sequence[RRef[Any]], args: Sequence[Any], kwargs: di
     parameters = [rref.local_value() for rref in rrefs]
     for parameter in parameters:
         if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
-            raise UsageError(f"an RRef refers to {type(parameter).__name__}, a parameter was expected")
+            raise UsageError(f"an RRef refers to {type(parameter).__name__}, expected a parameter")
     return LocalOptimizer(kind(parameters, *args, **kwargs), parameters)
 
 

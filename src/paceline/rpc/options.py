@@ -81,15 +81,15 @@ def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_
     num_threads = DEFAULT_NUM_THREADS if num_threads is None else num_threads
     seconds_of(timeout)
     if type(num_threads) is not int or num_threads < 1:
-        raise UsageError(f"num_threads is {printable(repr(num_threads), 100)}, a number of at least 1 was expected")
+        raise UsageError(f"num_threads is {printable(repr(num_threads), 100)}, expected a number of at least 1")
     return RpcSettings(address, timeout, num_threads)
 
 
 def _field(options: Any, name: str) -> Any:
     if not hasattr(options, name):
         raise UsageError(
-            f"rpc_backend_options is {printable(repr(options), 100)}, which has no {name}; "
-            "rpc.TensorPipeRpcBackendOptions(...) was expected"
+            f"rpc_backend_options is {printable(repr(options), 100)}, which has no {name}: "
+            "expected rpc.TensorPipeRpcBackendOptions(...)"
         )
     return getattr(options, name)
 
@@ -103,6 +103,6 @@ def address_of(options: Any) -> str | None:
     if isinstance(method, str) and method.startswith(_AT_ADDRESS):
         return method.removeprefix(_AT_ADDRESS).partition("/")[0].partition("?")[0]
     raise UsageError(
-        f"init_method is {printable(repr(method), 200)}; {_FROM_ENVIRONMENT!r} (MASTER_ADDR and MASTER_PORT) or "
-        f"'{_AT_ADDRESS}host:port' was expected"
+        f"init_method is {printable(repr(method), 200)}: expected {_FROM_ENVIRONMENT!r} (MASTER_ADDR and "
+        f"MASTER_PORT) or '{_AT_ADDRESS}host:port'"
     )

@@ -25,11 +25,9 @@ class Call(NamedTuple):
         args, kwargs = self.args, self.kwargs
         if not isinstance(args, Sequence) or isinstance(args, (str, bytes, bytearray)):
             shown = printable(repr(args), 100)
-            raise UsageError(f"args is {shown}, a tuple of arguments was expected: args=({shown},)")
+            raise UsageError(f"args is {shown}, expected a tuple of arguments: args=({shown},)")
         if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
-            raise UsageError(
-                f"kwargs is {printable(repr(kwargs), 100)}, a dictionary of arguments by name was expected"
-            )
+            raise UsageError(f"kwargs is {printable(repr(kwargs), 100)}, expected a dictionary of arguments by name")
 
 
 def call_of(func: Callable[..., Any] | str, args: Sequence[Any] | None, kwargs: dict[str, Any] | None) -> Call:

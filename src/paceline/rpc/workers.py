@@ -69,6 +69,6 @@ class Directory:
 def check_name(name: str) -> str:
     if not isinstance(name, str) or not name or len(name) > _MAX_NAME or not name.isprintable():
         raise UsageError(
-            f"the worker's name is {printable(repr(name), 200)}, 1 to {_MAX_NAME} printable characters were expected"
+            f"the worker's name is {printable(repr(name), 200)}, expected 1 to {_MAX_NAME} printable characters"
         )
     return name

@@ -210,7 +210,7 @@ def test_async_execution_replies_when_the_future_is_set(agents: list[Agent]) -> 
     call(a, 1, give, "q", 8)
     following.wait(10 * S)
     assert seen == [8]
-    with pytest.raises(UsageError, match="a Future was expected"):
+    with pytest.raises(UsageError, match="expected a Future"):
         call(a, 1, not_a_future)
 
 
@@ -308,7 +308,7 @@ def test_invalid_arguments_of_calls(agents: list[Agent]) -> None:
     bad: Any
     for begin in (a.call, a.remote):
         for bad in (5, "abc", b"ab"):
-            with pytest.raises(UsageError, match=r"args is .*, a tuple of arguments was expected"):
+            with pytest.raises(UsageError, match=r"args is .*, expected a tuple of arguments"):
                 begin(1, name, bad, None)
         for bad in ([1], {1: 2}):
             with pytest.raises(UsageError, match="kwargs is"):

@@ -190,7 +190,7 @@ def test_an_optimizer_accepts_frozen_parameters(owner: Agent) -> None:
         optimizer.step(context)
     assert frozen.tolist() == [1, 1]
     assert learned.tolist() == [0.5, 0.5]
-    with pytest.raises(UsageError, match="RRef refers to Tensor, a parameter was expected"):
+    with pytest.raises(UsageError, match="RRef refers to Tensor, expected a parameter"):
         rpc.optimizer.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(learned * 2)], lr=0.5)
 
 
@@ -218,7 +218,7 @@ def test_a_backward_pass_from_a_reference(owner: Agent) -> None:
     x = torch.ones(2, requires_grad=True)
     with rpc.autograd.context() as context:
         total = rpc.remote("b", torch.sum, (x,))
-        with pytest.raises(UsageError, match="RRef to float, a tensor was expected"):
+        with pytest.raises(UsageError, match="RRef to float, expected a tensor"):
             rpc.RRef(1.0).backward(context)
         total.backward(context)
         assert rpc.autograd.get_gradients(context)[x].tolist() == [1, 1]

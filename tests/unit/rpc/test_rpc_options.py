@@ -24,7 +24,7 @@ def test_address_of_the_workers_store() -> None:
     bad: Any
     for bad in ("file:///tmp/x", "", 5):
         options.init_method = bad
-        with pytest.raises(UsageError, match=r"init_method is .*'tcp://host:port' was expected"):
+        with pytest.raises(UsageError, match=r"init_method is .*expected .*'tcp://host:port'"):
             address_of(options)
 
 
@@ -71,5 +71,5 @@ def test_settings_come_from_options_or_arguments() -> None:
             settings_of(options, *given)
     with pytest.raises(UsageError, match="has no rpc_timeout"):
         settings_of(SimpleNamespace(), None, None, None)
-    with pytest.raises(UsageError, match="num_threads is 0, a number of at least 1"):
+    with pytest.raises(UsageError, match="num_threads is 0, expected a number of at least 1"):
         settings_of(None, None, None, 0)

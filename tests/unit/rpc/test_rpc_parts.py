@@ -115,7 +115,7 @@ def test_futures_of_other_libraries_are_accepted() -> None:
     promise = promise_of(of_torch)
     of_torch.set_result(4)
     assert promise.wait() == 4
-    with pytest.raises(UsageError, match="returned int, a Future was expected"):
+    with pytest.raises(UsageError, match="returned int, expected a Future"):
         promise_of(3)
 
 

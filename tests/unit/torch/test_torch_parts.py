@@ -107,9 +107,9 @@ def test_errors_are_errors_of_paceline_and_of_torch() -> None:
 def test_errors_of_a_subgroup_name_global_ranks() -> None:
     part = Terms(timedelta(seconds=2), (0, 2, 5))
     lost = in_torch_terms(RankLostError("rank 1 died", (1,)), part)
-    assert str(lost) == "rank 1 died; ranks are numbers in this process group, where 1 is rank 2 of the program"
+    assert str(lost) == "rank 1 died; ranks are numbers in this process group: 1 is rank 2 of the program"
     differ = in_torch_terms(MismatchError("rank 0 called a; rank 1 called b"), part)
-    assert "where 0 is rank 0, 1 is rank 2, 2 is rank 5 of the program" in str(differ)
+    assert ": 0 is rank 0, 1 is rank 2, 2 is rank 5 of the program" in str(differ)
     assert str(in_torch_terms(RankLostError("rank 1 died", (1,)), Terms(timedelta(seconds=2), (0, 1)))) == "rank 1 died"
     assert str(in_torch_terms(GroupClosedError("closed"), part)) == "closed"
 

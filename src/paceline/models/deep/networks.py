@@ -72,7 +72,7 @@ class NetworkPass:
         self.margins: Floats = self._output.detach().numpy()
 
     def gradients(self, residuals: Floats) -> list[Floats]:
-        """Return the factors' and the layers' gradients, given the loss's derivatives by the margins, float32 [n]."""
+        """Return the factors' and the layers' gradients, given the loss's derivatives with respect to the margins."""
         with _one_thread():
             found = torch.autograd.grad(self._output, self._leaves, torch.from_numpy(residuals))
         return [np.ascontiguousarray(gradient.numpy()) for gradient in found]

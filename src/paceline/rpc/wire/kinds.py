@@ -217,7 +217,7 @@ def _unpack_pickled(decoding: Decoding, data: memoryview) -> Any:
 
 def _unpack_complex(decoding: Decoding, data: memoryview) -> complex:
     if len(data) != _COMPLEX.size:
-        raise ProtocolError(f"got a complex number of {len(data)} bytes, {_COMPLEX.size} were expected")
+        raise ProtocolError(f"got a complex number of {len(data)} bytes, expected {_COMPLEX.size}")
     real, imaginary = _COMPLEX.unpack(data)
     return complex(real, imaginary)
 

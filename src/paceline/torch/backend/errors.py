@@ -87,4 +87,4 @@ def _numbering(text: str, global_ranks: Sequence[int], named: Sequence[int] = ()
     shown = [rank for rank in named if rank < len(global_ranks)] or range(len(global_ranks))
     listed = ", ".join(f"{rank} is rank {global_ranks[rank]}" for rank in shown[:_MOST_SHOWN])
     more = ", ..." if len(shown) > _MOST_SHOWN else ""
-    return f"; ranks are numbers in this process group, where {listed}{more} of the program"
+    return f"; ranks are numbers in this process group: {listed}{more} of the program"

@@ -48,7 +48,7 @@ class ServerHandshake:
         """Check the client's HELLO. Raises AuthenticationError if the client's proof is wrong."""
         proof = decode(meta, Proof)
         if len(proof.nonce) != NONCE_BYTES:
-            raise AuthenticationError(f"the client's nonce has {len(proof.nonce)} bytes, {NONCE_BYTES} were expected")
+            raise AuthenticationError(f"the client's nonce has {len(proof.nonce)} bytes, expected {NONCE_BYTES}")
         transcript = (proof.nonce, self._nonce, proof.hello, proof.view)
         check_proof(self._token, "client", proof, *transcript)
         self._transcript, self._identity = transcript, decode(proof.view, ConnectionIdentity)
