@@ -138,7 +138,7 @@ class SimulatedServer(SimulatedNode):
                     frame.connection.send(replication.Confirmed(self.incarnation, frame.number))
                 case replication.Drop(buckets):
                     self.table.drop(buckets)
-                case replication.Hold(buckets):
+                case replication.CreateBuckets(buckets):
                     self.table.hold(buckets)
                 case replication.Lead(buckets):
                     self.oracle.leads(self.core.version, buckets, self.incarnation, self.name)

@@ -10,7 +10,7 @@ import msgspec
 
 from paceline.collectives.aborts import Abort
 from paceline.collectives.calls import CollectiveCall
-from paceline.collectives.founding import Founding, GroupLayout
+from paceline.collectives.group_setup import GroupLayout, GroupSetup
 from paceline.collectives.network import verdicts as _verdicts
 from paceline.collectives.network.culprits import Status
 from paceline.collectives.network.engine import Choose, Layered, NetworkEngine
@@ -48,10 +48,10 @@ class Connections:
         self._is_closed = False
         self._abort: Abort | None = None
         deadline = time.monotonic() + timeout_s
-        founding = Founding(world, self.layout)
-        self.shared = founding.share(deadline)
+        setup = GroupSetup(world, self.layout)
+        self.shared = setup.share(deadline)
         try:
-            self._has_layers = founding.agree_on_layers(self.shared, deadline)
+            self._has_layers = setup.agree_on_layers(self.shared, deadline)
         except BaseException:
             if self.shared is not None:
                 self.shared.close()

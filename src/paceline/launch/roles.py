@@ -23,7 +23,7 @@ from paceline.observe.work import SilentWork, start_work
 from paceline.protocol import Role
 from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
-from paceline.ps.pulse import Pulse
+from paceline.ps.loop_watchdog import LoopWatchdog
 from paceline.ps.recorded_frames import RecordedFrames
 from paceline.ps.scheduler.link import LinkHooks
 from paceline.tables.memory.limit import MemoryLimit
@@ -188,14 +188,14 @@ def run_server(
             with contextlib.suppress(PacelineError):  # the callback `on_lost` reports the loss of the scheduler
                 link.notify(filled)
 
-        pulse = Pulse(loop, lambda text: print(f"paceline {name}: {text}", file=sys.stderr, flush=True))
+        watchdog = LoopWatchdog(loop, lambda text: print(f"paceline {name}: {text}", file=sys.stderr, flush=True))
         transport = joining.transport()
         link = await asyncio.to_thread(
             lambda: SchedulerLink(
                 transport,
                 joining.scheduler,
                 Hello(role="server", name=node),
-                hooks=LinkHooks(handle_notice, handle_loss, tables, unreachable, pulse.beats),
+                hooks=LinkHooks(handle_notice, handle_loss, tables, unreachable, watchdog.is_running),
                 # Wait for the scheduler without a limit, because only this server has its rows.
                 reconnect_s=_RECONNECT_S if with_parent else math.inf,
             )
@@ -230,7 +230,7 @@ def run_server(
                     cluster=welcome.settings.cluster,
                 )
                 listener.set_hello(joined)
-                pulse.patience_s = _PATIENCE * welcome.heartbeat_s
+                watchdog.patience_s = _PATIENCE * welcome.heartbeat_s
                 server.joined(joined, welcome.heartbeat_s)
                 server.view_changed(welcome.view)
                 moves = resources.enter_context(BucketMoves(welcome.incarnation))

@@ -33,10 +33,10 @@ class DeviceThreads:
         """
         if self._pid != os.getpid():  # this process is a fork, which does not contain the threads
             self._pool, self._submitting, self._pid = None, threading.Lock(), os.getpid()
-        carried = _Carried(self._devices[:count], grad)
+        state = _ThreadState(self._devices[:count], grad)
 
         def run_one(number: int) -> T:
-            with carried.over(number):
+            with state.over(number):
                 return work(number)
 
         with self._submitting:  # one call at a time: two interleaved calls could wait for each other's threads
@@ -77,7 +77,7 @@ class DeviceThreads:
         return self._pool
 
 
-class _Carried:
+class _ThreadState:
     """The thread-local state of torch in the caller's thread."""
 
     def __init__(self, devices: Sequence[torch.device], grad: bool) -> None:

@@ -458,7 +458,7 @@ class TestJoining:
             assert "shared" not in text
 
     def test_without_compiled_kernels_groups_use_sockets(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("paceline.collectives.founding.config.DISABLE_JIT", 1)
+        monkeypatch.setattr("paceline.collectives.group_setup.config.DISABLE_JIT", 1)
         texts = run_ranks(2, lambda group: [group.all_reduce([1.0]).tolist() == [2.0], group.explain(10)])
         assert all(right and "shared" not in text for right, text in texts)
 

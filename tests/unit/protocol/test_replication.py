@@ -16,12 +16,12 @@ from paceline.protocol.replication import (
     Apply,
     Change,
     Confirmed,
+    CreateBuckets,
     Drop,
     Filled,
     Forget,
     Forward,
     Forwarded,
-    Hold,
     Instruction,
     Lead,
     Links,
@@ -54,7 +54,7 @@ def only(kind: type, instructions: list[Instruction]) -> list[Instruction]:
 def test_empty_servers_are_members_in_the_first_view() -> None:
     replication = Replication(A)
     instructions = handle(replication, change(1, ((A, B), None, 0b01), ((B, A), None, 0b10), ((B,), None, 0b100)))
-    assert instructions == [Hold(0b11), Links(frozenset({B})), Lead(0b01, 0b01, frozenset({B}))]
+    assert instructions == [CreateBuckets(0b11), Links(frozenset({B})), Lead(0b01, 0b01, frozenset({B}))]
     assert replication.primary == 0b01
     assert replication.held == 0b11
     assert handle(replication, change(1, ((B,), None, 0b111))) == []  # not a newer version

@@ -25,12 +25,12 @@ from paceline.protocol.replication.events import (
     Acknowledged,
     Change,
     Confirmed,
+    CreateBuckets,
     Drop,
     Event,
     FilterState,
     Forget,
     Forwarded,
-    Hold,
     Instruction,
     Lead,
     LinkDown,
@@ -166,7 +166,7 @@ class Replication:
         if members & ~retained:
             # Rule 5: members have a bucket without a fill only in the first view, in which all buckets are empty.
             self.delivery.adopt(members & ~retained, ())
-            instructions.append(Hold(members & ~retained))
+            instructions.append(CreateBuckets(members & ~retained))
         self.pushes.change(place, follows=follows)
         self.place = place
         self._fills.change(place.fills, follows=follows)

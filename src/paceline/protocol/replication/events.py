@@ -130,7 +130,7 @@ class Drop(Struct, frozen=True):
     buckets: int
 
 
-class Hold(Struct, frozen=True):
+class CreateBuckets(Struct, frozen=True):
     """Create these empty buckets, because this is the first view."""
 
     buckets: int
@@ -161,9 +161,9 @@ class Ready(Struct, frozen=True):
 
 Event: TypeAlias = Change | Forwarded | Acknowledged | LinkUp | LinkDown | Confirmed | StateReceived
 Instruction: TypeAlias = (
-    Apply | Forward | Acknowledge | Withhold | RefusePush | Forget | Load | Drop | Hold | Lead | Links | Filled | Ready
-)
-
+    Apply | Forward | Acknowledge | Withhold | RefusePush | Forget | Load | Drop | CreateBuckets | Lead | Links
+    | Filled | Ready
+)  # fmt: skip
 _ENDS: Final = {"acknowledged": "Acknowledge", "refused": "RefusePush", "forgotten": "Forget"}
 _WITHHOLDING: Final = {
     "pending": ("Acknowledged", "LinkUp", "Change"),

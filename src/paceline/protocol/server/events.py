@@ -138,7 +138,7 @@ class WorkerTicked(Struct, frozen=True):
 class Read(Struct, frozen=True):
     """A request for the values of iteration `clock`; `buckets` are the buckets of its keys, if known.
 
-    The answer is Serve, Stale or RejectExpelled, or Late after `deadline_s`.
+    The answer is Serve, Stale or RejectExpelled, or DeadlinePassed after `deadline_s`.
     """
 
     token: object
@@ -208,7 +208,7 @@ class Serve(Struct, frozen=True):
     token: object
 
 
-class Late(Struct, frozen=True):
+class DeadlinePassed(Struct, frozen=True):
     """Notify the worker that the deadline of its read or push has passed."""
 
     token: object
@@ -262,6 +262,6 @@ class SendClocks(Struct, frozen=True):
 
 
 Instruction: TypeAlias = (
-    ResumeRequest | ConfirmJoin | RejectExpelled | Stale | Serve | Late | DropBuffered | SumUp | ApplySum | Completed
-    | ForgetWorker | DropAllBuffered | SendClocks | replication.Instruction
+    ResumeRequest | ConfirmJoin | RejectExpelled | Stale | Serve | DeadlinePassed | DropBuffered | SumUp | ApplySum
+    | Completed | ForgetWorker | DropAllBuffered | SendClocks | replication.Instruction
 )  # fmt: skip

@@ -222,7 +222,7 @@ class Progress:
                     self._out.append(instruction)
                 case replication.Filled():
                     self._reports[instruction.target] = instruction
-                case replication.Hold():
+                case replication.CreateBuckets():
                     self._out.append(instruction)
                     self.has_clocks = True  # no worker has started yet
                 case replication.Lead(buckets, _, followers):
@@ -262,7 +262,7 @@ class Progress:
     def expire(self, time_s: float) -> None:
         late = self.reads.take_late(time_s)
         late += self._give_up(lambda token: self._withheld[token] <= time_s)
-        self._out += [events.Late(token) for token in late]
+        self._out += [events.DeadlinePassed(token) for token in late]
 
     def drop(self, is_meant: Callable[[object], bool]) -> None:
         self.reads.drop_all(is_meant)

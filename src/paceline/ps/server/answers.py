@@ -134,7 +134,7 @@ class Answers:
         assert header is not None
         peer.send_error(header, self.expelled(peer))
 
-    def late(self, instruction: events.Late) -> None:
+    def deadline_passed(self, instruction: events.DeadlinePassed) -> None:
         token = instruction.token
         if isinstance(token, BlockedRead):
             token.peer.send_error(token.header, self.late_read(token))

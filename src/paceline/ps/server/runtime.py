@@ -86,7 +86,7 @@ class Runtime:
             replication.Forget: lambda item: answers.refuse(item.token),
             replication.Load: lambda item: self._fills.load(item.token, item.bucket),
             replication.Drop: self._drop,
-            replication.Hold: self._hold,
+            replication.CreateBuckets: self._create_buckets,
             replication.Lead: self._lead,
             replication.Ready: lambda item: self.replicator.send_ready(item.target, item.version),
             replication.Links: self._have_links,
@@ -97,7 +97,7 @@ class Runtime:
             events.RejectExpelled: answers.expel,
             events.Stale: lambda item: answers.refuse(item.token),
             events.Serve: self._serve,
-            events.Late: answers.late,
+            events.DeadlinePassed: answers.deadline_passed,
             events.DropBuffered: self._drop_buffered,
             events.DropAllBuffered: self._drop_all_buffered,
             events.SumUp: self._sum_up,
@@ -262,7 +262,7 @@ class Runtime:
         for table in self.tables.by_number.values():
             table.part.drop(instruction.buckets)
 
-    def _hold(self, instruction: replication.Hold) -> None:
+    def _create_buckets(self, instruction: replication.CreateBuckets) -> None:
         for table in self.tables.by_number.values():
             table.part.hold(instruction.buckets)
 

@@ -32,9 +32,9 @@ class Program:
         self.measured = measured
         self.compile = compile
         self.devices = tuple(devices)
-        self._homes = _Homes(measured, by_operation)
+        self._parameter_devices = _ParameterDevices(measured, by_operation)
         self.place()
-        self.cut = cut_graph(measured.operations, self._homes.by_operation, measured.outputs)
+        self.cut = cut_graph(measured.operations, self._parameter_devices.by_operation, measured.outputs)
         self._run_segments: list[Callable[..., list[Any]]] = []
         for segment in self.cut.segments:
             module = segment_module(measured, segment.operations, segment.inputs, segment.outputs)
@@ -48,7 +48,7 @@ class Program:
     @property
     def placement(self) -> dict[str, int]:
         """The device number of each module, parameter and buffer that an operation uses, by path."""
-        measured, devices = self.measured, self._homes.by_operation
+        measured, devices = self.measured, self._parameter_devices.by_operation
         return {
             measured.paths[name]: device
             for name, device in devices.items()
@@ -57,14 +57,14 @@ class Program:
 
     def place(self) -> None:
         """Move parameters and buffers to their devices. Parameters and buffers stay the same objects."""
-        for tensor, device in self._homes.tensors():
+        for tensor, device in self._parameter_devices.tensors():
             tensor.data = tensor.data.to(self.devices[device])
             if tensor.grad is not None:
                 tensor.grad.data = tensor.grad.data.to(self.devices[device])
 
     def titles(self) -> list[str]:
         sizes = [0] * len(self.devices)
-        for tensor, device in self._homes.tensors():
+        for tensor, device in self._parameter_devices.tensors():
             sizes[device] += tensor.numel() * tensor.element_size()
         return [
             f"device {number}: {device}, {size:,} bytes of parameters and buffers"
@@ -87,7 +87,7 @@ class Program:
             raise
 
 
-class _Homes:
+class _ParameterDevices:
     """The devices of parameters and buffers: each is on the device of the first operation that uses it.
 
     Operations on other devices receive it by a transfer.

@@ -32,11 +32,11 @@ from paceline.protocol.server.events import (
     ClocksReceived,
     Completed,
     ConfirmJoin,
+    DeadlinePassed,
     DropAllBuffered,
     DropBuffered,
     Event,
     ForgetWorker,
-    Late,
     Read,
     ReadyReceived,
     RejectExpelled,
@@ -280,7 +280,7 @@ def test_a_read_waits_for_the_gate_until_the_deadline() -> None:
     driver.feed(Read("first", FIRST, 1, 5.0), Read("second", FIRST, 1, 9.0))
     assert driver.core.progress.num_waiting == 2
     assert driver.feed(Time(4.9)) == []
-    assert driver.feed(Time(5.0)) == [Late("first")]
+    assert driver.feed(Time(5.0)) == [DeadlinePassed("first")]
     assert driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1)) == [Serve("second")]
     assert driver.feed(Time(100.0)) == []
 
@@ -344,7 +344,7 @@ def test_too_few_replicas_withhold_acknowledgements_until_the_deadline() -> None
         assert driver.push(token, FIRST, sequence, 0) == [Apply(token, BUCKETS), Withhold(token)]
         driver.core.withhold(token, 5.0 + sequence)
     assert driver.core.progress.num_waiting == 3
-    assert driver.feed(Time(5.0)) == [Late("late")]
+    assert driver.feed(Time(5.0)) == [DeadlinePassed("late")]
     driver.core.disconnected(lambda token: token == "cut")
     out = driver.feed(view(2, (ME, OTHER)))
     assert Acknowledge("push") in out

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 
-class Pulse:
+class LoopWatchdog:
     """Checks at every heartbeat, in the heartbeat thread, that a loop runs.
 
     `on_hung` is called when the loop has not run for `patience_s`, and when it runs again.
@@ -18,11 +18,11 @@ class Pulse:
         self._loop = loop
         self._on_hung = on_hung
         self.patience_s = 10.0
-        self._request_s: float | None = None  # the time at which the pending beat was scheduled
+        self._request_s: float | None = None  # the time at which the pending check was scheduled
         self._was_hung = False
 
-    def beats(self) -> bool:
-        """Return whether the loop has run recently, and schedule the loop's next beat."""
+    def is_running(self) -> bool:
+        """Return whether the loop has run recently, and schedule its next check."""
         time_s, request_s = time.monotonic(), self._request_s
         if request_s is None:
             if self._was_hung:

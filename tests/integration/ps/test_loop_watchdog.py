@@ -7,7 +7,7 @@ import threading
 
 from paceline.protocol import Role
 from paceline.ps import SchedulerLink, messages
-from paceline.ps.pulse import Pulse
+from paceline.ps.loop_watchdog import LoopWatchdog
 from paceline.ps.scheduler.link import LinkHooks
 from paceline.transport import Hello
 
@@ -19,18 +19,18 @@ def test_a_blocked_loop_is_reported_once_and_again_when_it_continues() -> None:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        pulse = Pulse(loop, notices.append)
-        pulse.patience_s = 0.05
+        watchdog = LoopWatchdog(loop, notices.append)
+        watchdog.patience_s = 0.05
         go_on = threading.Event()
-        assert pulse.beats()
+        assert watchdog.is_running()
         loop.call_soon_threadsafe(go_on.wait, PATIENCE_S)
-        wait_until(lambda: not pulse.beats())
-        assert not pulse.beats()
+        wait_until(lambda: not watchdog.is_running())
+        assert not watchdog.is_running()
         assert len(notices) == 1
         assert notices[0].startswith("the event loop was blocked for 0.")
         go_on.set()
-        wait_until(pulse.beats)
-        wait_until(lambda: pulse.beats() and len(notices) == 2)
+        wait_until(watchdog.is_running)
+        wait_until(lambda: watchdog.is_running() and len(notices) == 2)
         assert notices[1] == "the event loop continues"
     finally:
         loop.call_soon_threadsafe(loop.stop)

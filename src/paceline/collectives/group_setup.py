@@ -52,7 +52,7 @@ class GroupLayout:
         return len(self.local_ranks) == self.size
 
 
-class Founding:
+class GroupSetup:
     """Prepares a new group by exchanging values between its ranks through the rendezvous store.
 
     The methods raise RankLostError if ranks are missing at the deadline.
