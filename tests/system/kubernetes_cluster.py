@@ -110,6 +110,8 @@ class KubernetesCluster:
         self.warnings: list[str] = []
         self.failures: list[tuple[str, str, int]] = []
         """Faulty replies to the next requests with a method and a part of the path: a status, or 0 for a lost reply."""
+        self.reply: bytes | None = None
+        """The reply to all requests, with the status 200, as from a server that is no API server."""
         self.dropped_after: list[int] = []
         """The numbers of lines after which connections that read a log end."""
         self.backoff_s = 0.0
@@ -324,6 +326,9 @@ class _Handler(BaseHTTPRequestHandler):
         if failure:
             self._fail(failure, "injected")
             return
+        if self.cluster.reply is not None:
+            self._send(200, self.cluster.reply)
+            return
         parts = _PATH.fullmatch(url.path)
         assert parts is not None, url.path
         if parts["namespace"] != "ml":
@@ -345,7 +350,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return 409, {"message": "already exists"}
             return 201, cluster.create(path, body)
         if parts["name"] is None:
-            return 200, {"items": cluster.find_items(parts["plural"], query)}
+            return 200, {"metadata": {}, "items": cluster.find_items(parts["plural"], query)}
         found = cluster.objects.get(path)
         if found is None:
             return 404, {"message": f"{path} not found"}
@@ -358,8 +363,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _fail(self, status: int, message: str) -> None:
         self._send(status, {"kind": "Status", "message": message})
 
-    def _send(self, status: int, reply: Manifest) -> None:
-        data = json.dumps(reply).encode()
+    def _send(self, status: int, reply: Manifest | bytes) -> None:
+        data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

@@ -388,8 +388,8 @@ def test_a_second_ctrl_c_names_the_remaining_objects(
     with pytest.raises(KeyboardInterrupt):
         engine.close()
     errors = capfd.readouterr().err
-    names = ("secret demo-token", "service demo", "job demo")
-    assert all(f"Run `kubectl delete {name} --namespace ml`" in errors for name in names), errors
+    assert "Secret demo-token, Service demo, Job demo may still exist" in errors
+    assert "Run `kubectl delete secret/demo-token service/demo job/demo --namespace ml`" in errors
     for path in [*cluster.objects]:
         cluster.delete(path)
 
@@ -399,7 +399,7 @@ def test_a_rejection_while_the_run_is_followed(cluster: KubernetesCluster, capfd
     end = follow("import time; time.sleep(60)")
     assert end.reason is not None
     assert "does not permit" in end.reason
-    assert "Run `kubectl delete job demo --namespace ml`" in capfd.readouterr().err
+    assert "Run `kubectl delete job/demo --namespace ml`" in capfd.readouterr().err
     assert [*cluster.objects] == ["/apis/batch/v1/namespaces/ml/jobs/demo"]
     cluster.delete("/apis/batch/v1/namespaces/ml/jobs/demo")
 
@@ -455,6 +455,70 @@ def test_wrong_options_create_nothing(
 ) -> None:
     assert command(monkeypatch, *words) == 2
     assert text in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "reason"),
+    [
+        (b"[]", 2, "the file is malformed"),
+        (b"\xff\xfe", 2, "the file is malformed"),
+        (b"clusters: 3", 2, "the file is malformed"),
+        (b"", 2, "file is empty"),
+        (b"{{{", 2, "no cluster is configured: while parsing"),
+        (b"http://[bad", 2, "the file is malformed"),
+        (b"ftp://127.0.0.1", 1, "does not answer: Not supported URL scheme ftp"),
+        (b"http://127.0.0.1:1", 1, "does not answer: [Errno 111] Connection refused"),
+        (b"http://127.0.0.1:1\n    proxy-url: '['", 2, "a wrong value"),
+        (b'http://127.0.0.1:1\nusers:\n- name: u\n  user: {token: "a\\nb"}', 2, "a wrong value"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(
+    cluster: KubernetesCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    text: bytes,
+    status: int,
+    reason: str,
+) -> None:
+    if b"://" in text:
+        context = b"current-context: c\ncontexts:\n- name: c\n  context: {cluster: c, user: u}\n"
+        users = b"" if b"users" in text else b"\nusers:\n- name: u\n  user: {token: t}"
+        text = context + b"clusters:\n- name: c\n  cluster:\n    server: " + text + users
+    cluster.config.write_bytes(text)
+    started = time.monotonic()
+    assert command(monkeypatch, "--nodes", "2", "train.py") == status
+    assert time.monotonic() - started < 10
+    errors = capfd.readouterr().err
+    assert reason in errors
+    assert errors.count("\n") == 1, errors
+
+
+@pytest.mark.parametrize("reply", [b"<html>", b"{}", b"[]", b"null", b"\xff", b'{"metadata": {}}'])
+def test_a_server_that_is_no_api_server(
+    cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reply: bytes
+) -> None:
+    monkeypatch.setattr("paceline.launch.engines.kubernetes._PATIENCE_S", 0.0)
+    cluster.reply = reply
+    assert command(monkeypatch, "train.py") == 1
+    errors = capfd.readouterr().err
+    assert "does not answer like an API server of Kubernetes. Check the address" in errors.splitlines()[-1]
+
+
+def test_an_api_server_that_is_lost_before_the_end(
+    cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    role = RunRole(name="ranks", command=("sleep", "60"), num_nodes=2, num_cpus=1)
+    with Kubernetes(EngineFlags(pods=PodOptions(image="image", name="demo"))) as engine:
+        engine.start([role])
+        capfd.readouterr()
+        cluster.reply = b""
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
+    errors = capfd.readouterr().err
+    assert errors.startswith("paceline run: Job demo, Service demo, Secret demo-token may still exist: ")
+    assert errors.count("\n") == 1, errors
+    for path in [*cluster.objects]:
+        cluster.delete(path)
 
 
 def test_no_cluster_is_one_sentence(

@@ -261,6 +261,59 @@ def test_a_script_continues_on_another_node(cluster: Any, commands: Commands, tm
     assert last[0] == last[2]
 
 
+def test_a_script_grows_with_the_cluster(cluster: Any, commands: Commands) -> None:
+    """A node joins and dies, and another node joins in its place."""
+    options = "--threads", "2", "--min-ranks", "1", "--max-ranks", "3"
+    running = start_script(commands, TRAIN, *options, words=("", "3"))
+    running.wait_line("starts 1 ")
+    added = cluster.add_node(**ray_cluster.NODE)
+    running.wait_line("starts 2 ")
+    cluster.remove_node(added, allow_graceful=False)
+    running.wait_line(f"({added.node_id[:8]})")
+    added = cluster.add_node(**ray_cluster.NODE)
+    finished = running.wait()
+    cluster.remove_node(added)
+    assert finished.status == 0, finished
+    last = ends(finished)
+    assert last.keys() == {0, 1, 3}
+    assert len({*last.values()}) == 1, "the ranks differ"
+
+
+def test_a_function_grows_with_the_cluster(cluster: Any, tmp_path: Path) -> None:
+    def train() -> tuple[int, int]:
+        import torch
+
+        import paceline.torch as pt
+
+        strategy: Any = pt.strategy()
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randn(40, 1))
+        loader = torch.utils.data.DataLoader(data, batch_size=2)
+        model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+        Path(tmp_path, f"started-{os.environ['RANK']}").touch()
+        while True:
+            for x, y in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                time.sleep(0.02)
+            if strategy.has_joined and strategy.reduce(float(strategy.world_size == 3), "min"):
+                return strategy.rank, strategy.world_size
+
+    def add() -> None:
+        wait_until(lambda: len([*tmp_path.iterdir()]) == 2, "the ranks have not started", 120)
+        added.append(cluster.add_node(**ray_cluster.NODE))
+
+    added: list[Any] = []
+    adding = threading.Thread(target=add)
+    adding.start()
+    values = run(train, cpus_per_rank=2, min_ranks=1, max_ranks=4)
+    adding.join()
+    cluster.remove_node(added.pop())
+    assert sorted(values) == [(0, 3), (1, 3), (2, 3)]
+
+
 def test_wrong_scripts(commands: Commands) -> None:
     finished = start_script(commands, _LIVE, "--nproc-per-node", "3", "--queue-timeout", "1").wait()
     assert finished.status == 1, finished

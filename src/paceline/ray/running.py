@@ -13,9 +13,14 @@ from typing_extensions import override
 from paceline.closing import Closing
 from paceline.environment import Timeout, timedelta_of
 from paceline.errors import UsageError
+from paceline.launch.engines.engine import report
+from paceline.launch.engines.node_processes import LAST_S
 from paceline.launch.engines.placement import Placement
 from paceline.launch.engines.ray_nodes import (
+    MOST_REQUESTS,
+    RETRY_S,
     NodeActor,
+    NodePlace,
     RayNodes,
     connect,
     find_places,
@@ -25,6 +30,7 @@ from paceline.launch.engines.ray_nodes import (
 )
 from paceline.launch.functions.call import END_S, RankResults, make_call
 from paceline.launch.functions.node import FunctionCall, run_node
+from paceline.launch.supervisor import describe_status
 
 _T = TypeVar("_T")
 
@@ -38,6 +44,8 @@ def run(
     nproc_per_node: int = 1,
     strategy: str | None = None,
     servers: int | None = None,
+    min_ranks: int | None = None,
+    max_ranks: int | None = None,
     cpus_per_rank: float = 1,
     gpus_per_rank: float = 0,
     timeout: Timeout = timedelta(minutes=1),
@@ -50,6 +58,9 @@ def run(
     - `num_nodes`, `nproc_per_node`: number of nodes, and of ranks on each node. The ranks are new processes. Ray
       chooses different nodes if they have room, and otherwise fewer nodes.
     - `strategy`, `servers`: the options of ``paceline run``.
+    - `min_ranks`: continue without failed ranks and lost nodes, except the first node, while at least this many ranks
+      live. Their replacements start when Ray has resources. The call returns the values of the ranks that have ended.
+    - `max_ranks`: with `min_ranks`, further nodes join when Ray has resources, until there are this many ranks.
     - `cpus_per_rank`, `gpus_per_rank`: resources that Ray reserves for each rank until the call returns.
     - `timeout`: time limit (a timedelta, or seconds) until these resources are free and all nodes have started.
 
@@ -70,6 +81,8 @@ def run(
         nproc_per_node=nproc_per_node,
         strategy=strategy,
         servers=servers,
+        min_ranks=min_ranks,
+        max_ranks=max_ranks,
     )
     limit_s = timedelta_of(timeout).total_seconds()
     connect()
@@ -93,9 +106,17 @@ class _RayRun(Closing):
         """`resources` are the resources of each node."""
         self._call, self._num_nodes, self._resources = call, num_nodes, resources
         self._nodes: RayNodes | None = None
-        self._actors: list[Any] = []
-        self._pending: dict[Any, int] = {}
-        """The numbers of the nodes that have not ended, by the references to their results."""
+        self._num_more = call.num_more
+        self._actors: dict[int, Any] = {}
+        self._addresses: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._results: RankResults
+        self._pending: dict[Any, tuple[int, Callable[[int, Any], None]]] = {}
+        """The numbers of nodes by the references to results, each with the function that receives the result."""
+        self._attempts_s: dict[int, float] = {}
+        """The times at which to start lost nodes again."""
+        self._ends_s = math.inf
+        """The time at which an elastic run ends, after the end of its first node."""
 
     def run(self, timeout_s: float) -> list[Any]:
         """Run all nodes; return the values of all ranks.
@@ -110,21 +131,89 @@ class _RayRun(Closing):
                 "nodes, or request less"
             )
         for number in range(self._num_nodes):
-            self._actors.append(nodes.start(FunctionActor, number, self._resources, num_threads=2))
-        places = find_places(self._actors, deadline - time.monotonic())
-        results = RankResults([place.name for place in places], self._call.num_ranks)
-        addresses = [place.address for place in places]
-        for number, actor in enumerate(self._actors):
-            placement = Placement.on_nodes(addresses, number, self._call.job)
-            self._pending[actor.run.remote(self._call, placement, int(self._resources["CPU"]))] = number
-        while self._pending:
-            for number, value, problem in receive(self._pending, _POLL_S):
-                if problem is not None:
-                    results.add_loss(number, problem)
+            self._actors[number] = nodes.start(FunctionActor, number, self._resources, num_threads=2)
+        places = find_places([*self._actors.values()], deadline - time.monotonic())
+        self._addresses = {number: place.address for number, place in enumerate(places)}
+        self._names |= {number: place.name for number, place in enumerate(places)}
+        self._results = RankResults(self._names, self._call.num_ranks)
+        for number, place in enumerate(places):
+            self._call_function(number, place)
+        for _ in range(MOST_REQUESTS):
+            self._request_more(nodes)
+        while self._running() and time.monotonic() < self._ends_s:
+            for (number, take_value), value, problem in receive(self._pending, _POLL_S):
+                if problem is None:
+                    take_value(number, value)
+                elif self._call.is_elastic and number:
+                    self._lose(number, problem)
                 else:
-                    results.add_end(number, *value)
-            results.raise_cause()
-        return results.load_values()
+                    self._results.add_loss(number, problem)
+            self._results.raise_cause()
+            for number, attempt_s in [*self._attempts_s.items()]:
+                if time.monotonic() >= attempt_s:
+                    del self._attempts_s[number]
+                    self._start(number)
+        return self._results.load_values()
+
+    def _request_more(self, nodes: RayNodes) -> None:
+        """Request the resources of a further node, unless all nodes are requested."""
+        if self._num_more:
+            self._num_more -= 1
+            number, ready = nodes.request_more(self._resources)
+            self._pending[ready] = (number, self._add)
+
+    def _add(self, number: int, _: Any) -> None:
+        assert self._nodes is not None
+        self._start(number)
+        self._request_more(self._nodes)
+
+    def _start(self, number: int) -> None:
+        """Start the actor of a node that joins or returns."""
+        assert self._nodes is not None
+        self._actors[number] = self._nodes.start(FunctionActor, number, self._resources, num_threads=2)
+        self._pending[self._actors[number].find_place.remote()] = (number, self._call_function)
+
+    def _call_function(self, number: int, place: NodePlace) -> None:
+        if place.problem is not None:  # of a node that joins, because the first nodes were checked
+            report(f"{place.problem}. The other nodes continue")
+            return
+        self._names[number], self._addresses[number] = place.name, place.address
+        placement = Placement.on_nodes(
+            [self._addresses.get(other, "") for other in range(max(self._num_nodes, number + 1))],
+            number,
+            self._call.job,
+            num_launchers=self._num_nodes,
+            can_grow=self._call.num_more > 0,
+        )
+        reference = self._actors[number].run.remote(self._call, placement, int(self._resources["CPU"]))
+        self._pending[reference] = (number, self._end)
+
+    def _lose(self, number: int, problem: str) -> None:
+        """Continue without a lost node, and start its ranks again later."""
+        if number not in self._actors:
+            return  # Ray has removed the request for a further node
+        assert self._nodes is not None
+        self._nodes.kill(self._actors[number])
+        self._attempts_s[number] = time.monotonic() + RETRY_S
+        name = self._names.get(number, f"node {number}")
+        report(
+            f"the {name} has failed: {problem}; the other nodes continue. The next attempt to start its ranks is in "
+            f"{RETRY_S:g} s"
+        )
+
+    def _end(self, number: int, end: tuple[int, dict[int, bytes]]) -> None:
+        status, reports = end
+        if self._call.is_elastic and not status:
+            self._results.add_values(reports)
+            self._ends_s = self._ends_s if number else time.monotonic() + LAST_S
+        elif self._call.is_elastic and number:
+            report(f"the ranks on the {self._names[number]} {describe_status(status)}; the other nodes continue")
+        else:
+            self._results.add_end(number, status, reports)
+
+    def _running(self) -> list[Any]:
+        """Return the references to the results of the nodes that have not ended."""
+        return [reference for reference, (_, take_value) in self._pending.items() if take_value == self._end]
 
     @override
     def close(self) -> None:
@@ -132,8 +221,8 @@ class _RayRun(Closing):
         if nodes is None or not nodes.is_connected:
             return
         try:
-            for actor in self._actors:
+            for actor in self._actors.values():
                 actor.stop.remote()
-            wait_all([*self._pending], END_S)
+            wait_all(self._running(), END_S)
         finally:
             nodes.close()

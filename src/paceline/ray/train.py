@@ -59,9 +59,8 @@ class PacelineConfig(BackendConfig):
 
     def choose(self, num_workers: int) -> StrategyChoice:
         """Return the strategy for a number of workers. Raises UsageError."""
-        name = self.strategy or (None if self.min_ranks is None else ElasticOptions.strategy)
         flags = StrategyFlags(elastic=ElasticFlags(min_ranks=self.min_ranks))
-        return choose_strategy(name, processes=num_workers, flags=flags)
+        return choose_strategy(self.strategy, processes=num_workers, flags=flags)
 
     @property
     @override

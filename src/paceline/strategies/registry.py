@@ -153,14 +153,15 @@ def choose_strategy(
 
     Raises UsageError for an unknown name and for settings that the strategy does not use.
     """
-    spec = check_strategy(name or default_strategy(has_servers=bool(servers), num_ranks=processes))
+    given = {} if flags is None else flags.given()
+    num_ranks = max(processes, 2) if "min_ranks" in given else processes  # one rank, with which others may train later
+    spec = check_strategy(name or default_strategy(has_servers=bool(servers), num_ranks=num_ranks))
     name = spec.name
     if spec.is_one_process and processes > 1:
         raise UsageError(
             f"strategy {name} runs in one process, got {processes} processes. For several, choose all-reduce, "
             "parameter-server or hybrid"
         )
-    given = {} if flags is None else flags.given()
     _check_flags(spec, given)
     options = None if spec.choose_options is None else spec.choose_options(given, processes)
     if replicas is not None:

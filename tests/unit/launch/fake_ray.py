@@ -28,6 +28,8 @@ class FakeRay(ModuleType):
         self.address = "10.0.0.1"
         self.is_started = False
         self.groups: list[list[dict[str, float]]] = []
+        self._waiting: list[tuple[list[dict[str, float]], concurrent.futures.Future[None]]] = []
+        """The placement groups without resources."""
         self.killed: list[Any] = []
         self.ObjectRef = bytes
         self.util = self
@@ -45,13 +47,26 @@ class FakeRay(ModuleType):
     def placement_group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
         assert self.is_started
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
-        if sum(bundle["CPU"] for bundle in bundles) <= sum(self.num_cpus):
-            ready.set_result(None)
         self.groups.append(bundles)
+        self._waiting.append((bundles, ready))
+        self._reserve()
         return SimpleNamespace(bundles=bundles, ready=lambda: ready)
 
+    def add_node(self, num_cpus: int) -> None:
+        self.num_cpus.append(num_cpus)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        for entry in [*self._waiting]:
+            waiting = {id(bundles) for bundles, _ in self._waiting if bundles is not entry[0]}
+            used = sum(bundle["CPU"] for group in self.groups for bundle in group if id(group) not in waiting)
+            if used <= sum(self.num_cpus):
+                self._waiting.remove(entry)
+                entry[1].set_result(None)
+
     def remove_placement_group(self, group: Any) -> None:
-        self.groups.remove(group.bundles)
+        self.groups = [bundles for bundles in self.groups if bundles is not group.bundles]
+        self._waiting = [entry for entry in self._waiting if entry[0] is not group.bundles]
 
     def remote(self, **options: Any) -> Callable[[type], Any]:
         assert options["max_restarts"] == 0

@@ -119,6 +119,50 @@ def test_an_elastic_run_continues_without_a_node_and_starts_it_again(
     assert "the node died; the other nodes continue" in capfd.readouterr().err
 
 
+def test_an_elastic_run_grows_with_the_cluster(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_joined = threading.Event()
+    most_groups: list[int] = []
+
+    def join(number: int, _: Callable[[], object]) -> int:
+        most_groups.append(len(ray.groups))
+        if number == 0:
+            ray.add_node(1)
+        elif number == 1:
+            ray.add_node(1)
+        elif number == 2 and numbers.count(2) == 1:
+            raise RayError("the node died")
+        else:
+            has_joined.set()
+        assert has_joined.wait(20)
+        return 0
+
+    numbers = replace_commands(monkeypatch, join)
+    monkeypatch.setattr(f"{MODULE}.MOST_REQUESTS", 1)
+    ray.num_cpus = [1]
+    assert run(make_engine(), make_role(num_nodes=1, is_elastic=True, num_more=3)) == RunEnd(0, None)
+    assert numbers == [0, 1, 2, 2]
+    assert max(most_groups) == 4, "further requests wait for the first one"
+    assert ray.groups == []
+
+
+def test_a_node_that_joins_at_the_end(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends although the new node waits for the first node."""
+    monkeypatch.setattr("paceline.launch.engines.node_processes.LAST_S", 0.1)
+    has_started = threading.Event()
+
+    def wait(number: int, wait_end: Callable[[], object]) -> int:
+        if number == 0:
+            assert has_started.wait(20)
+            return 0
+        has_started.set()
+        wait_end()
+        return 75
+
+    replace_commands(monkeypatch, wait)
+    assert run(make_engine(), make_role(num_nodes=1, is_elastic=True, num_more=1)) == RunEnd(0, None)
+    assert ray.groups == []
+
+
 def test_a_wrong_folder_is_a_reason(ray: FakeRay, tmp_path: Path) -> None:
     end = run(make_engine(), make_role(files=(str(tmp_path / "missing.py"),)))
     assert end.status == 1

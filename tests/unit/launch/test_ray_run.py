@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -58,6 +59,64 @@ def test_a_lost_node_ends_the_others(ray: FakeRay, monkeypatch: pytest.MonkeyPat
     with pytest.raises(PeerError, match=r"10\.0\.0\.1 \(01234567\) has failed: the cause"):
         _run_ranks(monkeypatch, run_node, num_nodes=2)
     assert ended == [(0, False)]
+    assert ray.groups == []
+
+
+def _return(*ranks: int) -> tuple[int, dict[int, bytes]]:
+    return 0, {rank: pickle.dumps((pickle.dumps(rank), None, "")) for rank in ranks}
+
+
+def test_an_elastic_run_grows_and_starts_lost_nodes_again(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import paceline.ray.running
+
+    monkeypatch.setattr(paceline.ray.running, "RETRY_S", 0.05)
+    monkeypatch.setattr(paceline.ray.running, "_POLL_S", 0.05)
+    nodes: list[int] = []
+    has_joined = threading.Event()
+
+    def run_node(call: Any, placement: Any, num_cores: int, is_needed: Callable[[], bool]) -> Any:
+        node = placement.launcher
+        nodes.append(node)
+        assert (placement.num_launchers, placement.can_grow) == (2, True)
+        if node == 1 and nodes.count(1) == 1:
+            ray.add_node(1)
+            raise RayError("the node died")
+        if nodes.count(1) == 2 and 2 in nodes:
+            has_joined.set()
+        assert has_joined.wait(20)
+        return (75, {}) if node == 1 else _return(node)
+
+    ray.num_cpus = [2]
+    assert _run_ranks(monkeypatch, run_node, num_nodes=2, min_ranks=1, max_ranks=4) == [0, 2]
+    assert sorted(nodes) == [0, 1, 1, 2]
+    assert ray.groups == []
+    errors = capfd.readouterr().err
+    assert errors.count("has failed: the node died; the other nodes continue") == 1
+    assert "ended with status 75; the other nodes continue" in errors
+
+
+def test_an_elastic_run_ends_with_its_first_node(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    import paceline.ray.running
+
+    monkeypatch.setattr(paceline.ray.running, "LAST_S", 0.1)
+    has_started = threading.Event()
+
+    def run_node(call: Any, placement: Any, num_cores: int, is_needed: Callable[[], bool]) -> Any:
+        if placement.launcher == 0:
+            assert has_started.wait(20)
+            return result
+        has_started.set()
+        while is_needed():
+            time.sleep(0.01)
+        return 75, {}
+
+    result = _return(0)
+    assert _run_ranks(monkeypatch, run_node, min_ranks=1, max_ranks=2) == [0]
+    result = (1, {0: pickle.dumps((None, pickle.dumps(KeyError("five")), "a traceback"))})
+    with pytest.raises(KeyError, match="five"):
+        _run_ranks(monkeypatch, run_node, min_ranks=1, max_ranks=2)
     assert ray.groups == []
 
 

@@ -34,6 +34,8 @@ class RunRole:
     """Files that every node needs, relative to the current folder."""
     is_elastic: bool = False
     """Whether the processes continue if any node except the first one is lost."""
+    num_more: int = 0
+    """Number of further nodes, with one process each, that may join an elastic role when the engine has resources."""
 
     def __post_init__(self) -> None:
         check_utf8(self.command)

@@ -85,13 +85,15 @@ class Kubernetes(RunEngine):
                     "install it, or pass another --namespace or --kind"
                 ) from None
             if error.status != 409:
+                if not error.was_sent:
+                    self._requested.pop()
                 raise
         # An earlier request may have succeeded without a reply.
         found = api.call("GET", self._path_of(manifest), patience_s=_PATIENCE_S)
         if not self._is_own(found):
             raise UsageError(
                 f"--name {self._pods.name}: {kind} {name} exists in namespace {api.namespace}, from another run. Pass "
-                f"another --name, or delete it: {self._deletion_of(manifest)}"
+                f"another --name, or delete it: {self._deletion_of([manifest])}"
             )
         return found
 
@@ -181,15 +183,22 @@ class Kubernetes(RunEngine):
     def close(self) -> None:
         requested, self._requested, self._groups = self._requested, [], []
         deleted: list[Manifest] = []
+        rejected: dict[str, list[Manifest]] = {}
+        deadline_s = time.monotonic() + _PATIENCE_S
         try:
             while requested:
-                if self._delete(requested[-1]):
-                    deleted.append(requested[-1])
+                try:
+                    if self._delete(requested[-1], max(deadline_s - time.monotonic(), 0.0)):
+                        deleted.append(requested[-1])
+                except ApiError as error:
+                    rejected.setdefault(str(error), []).append(requested[-1])
                 requested.pop()
             self._wait_deleted(deleted)
         finally:
-            for manifest in requested:  # a second Ctrl-C has interrupted the deletion
-                report(f"{manifest['kind']} may still exist. Run `{self._deletion_of(manifest)}`")
+            for reason, manifests in rejected.items():
+                report(f"{_name(manifests)} may still exist: {reason}. Run `{self._deletion_of(manifests)}`")
+            if requested:  # a second Ctrl-C has interrupted the deletion
+                report(f"{_name(requested)} may still exist. Run `{self._deletion_of(requested)}`")
             for log in self._logs.values():
                 log.stop()
             for log in self._logs.values():
@@ -197,19 +206,19 @@ class Kubernetes(RunEngine):
             self._logs = {}
             self._print_lines(0.0)
 
-    def _delete(self, manifest: Manifest) -> bool:
+    def _delete(self, manifest: Manifest, patience_s: float) -> bool:
         """Delete an object unless it belongs to another run. Return whether the object still exists for some time."""
         path = self._path_of(manifest)
         try:
-            found = self._api.call("GET", path, patience_s=_PATIENCE_S)
+            found = self._api.call("GET", path, patience_s=patience_s)
             if not self._is_own(found):
                 return False
             options = {"propagationPolicy": "Foreground", "preconditions": {"uid": found["metadata"]["uid"]}}
-            self._api.call("DELETE", path, body=options, patience_s=_PATIENCE_S)
+            self._api.call("DELETE", path, body=options, patience_s=patience_s)
         except ApiError as error:
-            if error.status not in (404, 409):  # 404: already deleted; 409: another run has created it again
-                report(f"{manifest['kind']} is not deleted: {error}. Run `{self._deletion_of(manifest)}`")
-            return False
+            if error.status in (404, 409):  # 404: already deleted; 409: another run has created it again
+                return False
+            raise
         return True
 
     def _wait_deleted(self, manifests: list[Manifest]) -> None:
@@ -224,8 +233,8 @@ class Kubernetes(RunEngine):
                     manifests.pop(0)
                     continue
             self._print_lines(_WAIT_S)
-        for manifest in manifests:
-            report(f"{manifest['kind']} still exists after {_DELETE_S:g} s. Check `{self._deletion_of(manifest)}`")
+        if manifests:
+            report(f"{_name(manifests)} may still exist after {_DELETE_S:g} s. Run `{self._deletion_of(manifests)}`")
 
     def _path_of(self, manifest: Manifest) -> str:
         return f"{self._api.path_of(manifest)}/{manifest['metadata']['name']}"
@@ -233,11 +242,15 @@ class Kubernetes(RunEngine):
     def _is_own(self, found: Manifest) -> bool:
         return bool(found["metadata"].get("labels", {}).get(_LABEL) == self._run)
 
-    def _deletion_of(self, manifest: Manifest) -> str:
-        kind, name = manifest["kind"].lower(), manifest["metadata"]["name"]
-        return f"kubectl delete {kind} {name} --namespace {self._api.namespace}"
+    def _deletion_of(self, manifests: Sequence[Manifest]) -> str:
+        names = " ".join(f"{manifest['kind'].lower()}/{manifest['metadata']['name']}" for manifest in manifests)
+        return f"kubectl delete {names} --namespace {self._api.namespace}"
 
     def _report_once(self, text: str) -> None:
         if text not in self._reported:
             self._reported.add(text)
             report(text)
+
+
+def _name(manifests: Sequence[Manifest]) -> str:
+    return ", ".join(f"{manifest['kind']} {manifest['metadata']['name']}" for manifest in manifests)

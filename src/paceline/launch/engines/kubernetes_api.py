@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
-from paceline.errors import PeerError, UsageError, printable
+from paceline.errors import PeerError, UsageError, first_line, printable
 
 from .manifests import Manifest
 
@@ -27,10 +27,12 @@ _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/nam
 class ApiError(PeerError):
     """The API server did not answer or reported an error."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, *, was_sent: bool = True) -> None:
         super().__init__(message)
         self.status = status
         """The HTTP status; 0 without an answer."""
+        self.was_sent = was_sent
+        """Whether the API server may have received the request."""
 
     @property
     def is_transient(self) -> bool:
@@ -62,23 +64,31 @@ class ClusterApi:
         try:
             config.load_kube_config(client_configuration=settings)
             own = config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
-        except (config.ConfigException, yaml.YAMLError, OSError) as error:
+        except Exception as error:  # the client raises errors of any type for a malformed file
             try:
                 config.load_incluster_config(client_configuration=settings)
                 own = _NAMESPACE_FILE.read_text()
             except (config.ConfigException, OSError):
-                reason = printable(str(error), _SHOWN_CHARS)
+                is_clear = isinstance(error, (config.ConfigException, yaml.YAMLError, OSError))
+                reason = " ".join(str(error).split()) if is_clear else f"the file is malformed ({error!r})"
                 raise UsageError(
-                    f"--on kubernetes: no cluster is configured: {reason}. Set KUBECONFIG to the file of your cluster"
+                    f"--on kubernetes: no cluster is configured: {printable(reason, _SHOWN_CHARS)}. Set KUBECONFIG to "
+                    "the file of your cluster"
                 ) from None
         settings.connection_pool_maxsize = _MOST_CONNECTIONS
-        return cls(client.ApiClient(settings), namespace or own)
+        try:
+            return cls(client.ApiClient(settings), namespace or own)
+        except Exception as error:  # for example of the proxy or the certificates
+            raise UsageError(
+                f"--on kubernetes: the cluster's configuration has a wrong value: {first_line(error)}. Correct the "
+                "file of KUBECONFIG"
+            ) from None
 
     def path_of(self, manifest: Manifest) -> str:
         """Return the path of the objects of a manifest's kind."""
         version = manifest["apiVersion"]
         root = "apis" if "/" in version else "api"
-        return f"/{root}/{version}/namespaces/{self.namespace}/{manifest['kind'].lower()}s"
+        return f"/{root}/{version}/namespaces/{quote(self.namespace, safe='')}/{manifest['kind'].lower()}s"
 
     def call(
         self,
@@ -90,16 +100,27 @@ class ClusterApi:
         patience_s: float = 0.0,
     ) -> dict[str, Any]:
         """Send a request and return the object of the reply. Retry for `patience_s` after transient errors."""
-        deadline_s = time.monotonic() + patience_s
+        deadline_s, was_sent = time.monotonic() + patience_s, False
         while True:
             try:
                 with self._open(method, path, query, body, _REPLY_S) as response:
-                    found: dict[str, Any] = json.loads(response.data)
-                    return found
+                    return self._decode(response.data)
             except ApiError as error:
+                error.was_sent = was_sent = was_sent or error.was_sent
                 if not error.is_transient or time.monotonic() + _PAUSE_S >= deadline_s:
                     raise
             time.sleep(_PAUSE_S)
+
+    def _decode(self, data: bytes) -> dict[str, Any]:
+        """Return the object or the list in a reply. Raises ApiError for other replies, for example of a proxy."""
+        try:
+            found: dict[str, Any] = json.loads(data)
+            if "items" in found or "uid" in found["metadata"] or found["kind"] == "Status":
+                return found
+        except (ValueError, TypeError, KeyError):
+            pass
+        host = self._client.configuration.host
+        raise ApiError(f"{host} does not answer like an API server of Kubernetes. Check the address", 0)
 
     @contextlib.contextmanager
     def open_log(self, pod: str, query: Mapping[str, str]) -> Iterator[Any]:
@@ -138,9 +159,13 @@ class ClusterApi:
                 response.close()
         except urllib3.exceptions.HTTPError as error:
             reason = printable(str(error).rpartition(": ")[2], _SHOWN_CHARS)
-            raise ApiError(f"the API server at {settings.host} does not answer: {reason}", 0) from None
-        except json.JSONDecodeError:
-            raise ApiError(f"{settings.host} does not answer like an API server of Kubernetes", 0) from None
+            was_sent = not isinstance(error, urllib3.exceptions.NewConnectionError | urllib3.exceptions.SSLError)
+            message = f"the API server at {settings.host} does not answer: {reason}"
+            raise ApiError(message, 0, was_sent=was_sent) from None
+        except ValueError as error:  # for example of a header
+            raise UsageError(
+                f"the request to {settings.host} has a wrong value: {first_line(error)}. Correct the file of KUBECONFIG"
+            ) from None
 
     def _make_headers(self) -> dict[str, str]:
         """Return the headers, with the user's current token."""

@@ -22,6 +22,8 @@ from .ssh_host import HostRequest
 END_S: Final = 35.0
 """Time limit for the end of the processes after a request. Ranks have 30 seconds for a checkpoint."""
 POLL_S: Final = 0.5
+LAST_S: Final = 10.0
+"""Time limit for the end of the other nodes after the first node of an elastic run has ended."""
 _PASSED_ON: Final = ("PACELINE_", "HOROVOD_", "PYTHON", "OMP_")
 
 
@@ -65,6 +67,8 @@ class NodeEngine(RunEngine, Generic[_Process]):
         self._has_failed = False
         self._next_attempts: dict[_Process, float] = {}
         """The lost processes of elastic roles, and the times at which to start them again."""
+        self._ends_s = 0.0
+        """The time at which an elastic run ends, after the end of its first node."""
 
     @abstractmethod
     def _receive(self) -> None:
@@ -90,13 +94,24 @@ class NodeEngine(RunEngine, Generic[_Process]):
             self._has_failed = True
             return RunEnd(1 if process.loss else status, f"{process.describe_end()}; the other nodes were ended")
         started = [process for process in self._processes if process.has_started]
-        if all(process.status() == 0 for process in started if process.role is started[-1].role):
+        last = [process for process in started if process.role is started[-1].role]
+        if all(process.status() == 0 for process in last) or self._is_over(last[0]):
             return RunEnd(0, None)
         for process, due_s in list(self._next_attempts.items()):
             if time.monotonic() >= due_s and started[0].status() is None:
                 del self._next_attempts[process]
                 self._start_again(process)
         return None
+
+    def _is_over(self, first: _Process) -> bool:
+        """Return whether the last role has ended, given its first process, although other processes have not.
+
+        A node that joins at the end of an elastic run would wait for the first node.
+        """
+        if not first.role.is_elastic or first.status() != 0:
+            return False
+        self._ends_s = self._ends_s or time.monotonic() + LAST_S
+        return time.monotonic() >= self._ends_s
 
     def _continue_without(self, process: _Process) -> None:
         self._processes.remove(process)
@@ -114,12 +129,20 @@ class NodeEngine(RunEngine, Generic[_Process]):
         self, process: _Process, addresses: Sequence[str], num_ranks: tuple[int, ...] | None = None
     ) -> HostRequest:
         """Return the request for a process, given the addresses of the role's nodes and each node's number of ranks."""
-        placement = Placement.on_nodes(addresses, process.number, self._job, num_ranks=num_ranks)
+        role = process.role
+        placement = Placement.on_nodes(
+            addresses,
+            process.number,
+            self._job,
+            num_launchers=role.num_nodes,
+            num_ranks=num_ranks,
+            can_grow=role.num_more > 0,
+        )
         return HostRequest(
             version=__version__,
             folder=os.getcwd(),
-            files=process.role.files,
-            command=process.role.command,
+            files=role.files,
+            command=role.command,
             variables={**self._variables, **placement.variables()},
             first_host=addresses[0],
         )

@@ -34,18 +34,19 @@ class Placement:
     """Identifier of these launchers within the job."""
     num_ranks: tuple[int, ...] | None = None
     """Number of ranks of each launcher; None if the options set one number for all launchers."""
+    can_grow: bool = False
+    """Whether the engine may start more launchers later, with numbers from `num_launchers` on."""
 
     @classmethod
     def on_nodes(cls, addresses: Sequence[str], number: int, job: str, **fields: Any) -> Self:
         """Return the placement of launcher `number`. `addresses` are the addresses of all launchers' nodes."""
         return cls(
             launcher=number,
-            num_launchers=len(addresses),
             local_launcher=addresses[:number].count(addresses[number]),
             num_local_launchers=addresses.count(addresses[number]),
             address=addresses[0],
             job=job,
-            **fields,
+            **{"num_launchers": len(addresses), **fields},
         )
 
     @classmethod

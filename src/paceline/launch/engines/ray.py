@@ -1,4 +1,4 @@
-"""Ray: run the roles as actors in a placement group with one bundle per node, and print their output."""
+"""Ray: run the roles as actors in placement groups with one bundle per node, and print their output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.launch.supervisor import Child, Supervisor
 from .engine import RunRole, report
 from .node_processes import END_S, POLL_S, NodeEngine, NodeProcess, variables_of
 from .options import EngineFlags
-from .ray_nodes import NodeActor, NodePlace, RayNodes, connect, find_places, receive
+from .ray_nodes import MOST_REQUESTS, RETRY_S, NodeActor, NodePlace, RayNodes, connect, find_places, receive
 from .ssh_host import CANNOT_START, GRACE_S, HostRequest, find_problem, run_command
 
 _PAUSE_S: Final = 0.05
@@ -114,7 +114,7 @@ class _RayProcess(NodeProcess):
 class Ray(NodeEngine[_RayProcess]):
     """Runs the roles on the cluster at RAY_ADDRESS, else on the cluster of this machine."""
 
-    retry_s = 10.0
+    retry_s = RETRY_S
 
     def __init__(self, flags: EngineFlags) -> None:
         super().__init__()
@@ -125,6 +125,8 @@ class Ray(NodeEngine[_RayProcess]):
         """The actors' calls that have not returned, with the functions that receive their values."""
         self._addresses: dict[int, str] = {}
         """The addresses of the nodes by number."""
+        self._num_more = 0
+        """Number of further nodes that are not requested yet."""
 
     @override
     def describe(self, roles: Sequence[RunRole]) -> str:
@@ -133,6 +135,8 @@ class Ray(NodeEngine[_RayProcess]):
             resources = ", ".join(f"{amount} {name}" for name, amount in bundle.items())
             lines += [f"# node {number}: {resources}"]
             lines += [f"{shlex.join(role.command)}  # {role.name}" for role in roles if number < role.num_nodes]
+        if roles[-1].num_more:
+            lines += [f"# up to {roles[-1].num_more} more nodes, when Ray has resources"]
         return "\n".join([*lines, ""])
 
     def _resources_of(self, role: RunRole, *, is_last: bool) -> dict[str, int]:
@@ -161,6 +165,21 @@ class Ray(NodeEngine[_RayProcess]):
         }
         for process, place in zip(self._processes, places, strict=True):
             self._run(process, place)
+        self._num_more = roles[-1].num_more
+        for _ in range(MOST_REQUESTS):
+            self._request_more()
+
+    def _request_more(self) -> None:
+        """Request the resources of a further node, unless all nodes are requested."""
+        assert self._nodes is not None
+        if self._num_more:
+            self._num_more -= 1
+            number, ready = self._nodes.request_more(self._resources_of(self._last, is_last=True))
+            self._calls[ready] = (_RayProcess(self._last, number, "", None), self._add)
+
+    def _add(self, process: _RayProcess, _: Any) -> None:
+        self._start_again(process)
+        self._request_more()
 
     def _wait_reserved(self, nodes: RayNodes) -> None:
         limit_s = math.inf if self._queue_timeout_s is None else self._queue_timeout_s
@@ -181,7 +200,8 @@ class Ray(NodeEngine[_RayProcess]):
 
     def _run(self, process: _RayProcess, place: NodePlace) -> None:
         process.node, self._addresses[process.number] = place.name, place.address
-        addresses = [self._addresses[number] for number in range(process.role.num_nodes)]
+        count = max(process.role.num_nodes, process.number + 1)
+        addresses = [self._addresses.get(number, "") for number in range(count)]
         request = self._request_of(process, addresses)
         process.has_started = True
         self._calls[process.actor.run.remote(request)] = (process, _RayProcess.end)
@@ -212,7 +232,7 @@ class Ray(NodeEngine[_RayProcess]):
 
     @override
     def _start_again(self, lost: _RayProcess) -> None:
-        """Start an actor in the same bundle, which Ray moves to another node if there is room."""
+        """Start an actor in the bundle of a node. Ray moves the bundle of a lost node to another node."""
         process = self._start(lost.role, lost.number, lost.node)
         self._processes.append(process)
         self._calls[process.actor.find_place.remote()] = (process, self._run)
@@ -226,6 +246,7 @@ class Ray(NodeEngine[_RayProcess]):
         deadline = time.monotonic() + grace_s + _MARGIN_S
         try:
             started = [process for process in self._processes if process.has_started]
+            self._calls = {call: target for call, target in self._calls.items() if target[0] in started}
             for process in started:
                 process.actor.stop.remote(grace_s)
             while any(process.status() is None for process in started) and time.monotonic() < deadline:

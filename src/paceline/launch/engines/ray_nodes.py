@@ -1,4 +1,4 @@
-"""The nodes of a run on a Ray cluster: a placement group with one bundle per node, and the actors in the bundles."""
+"""The nodes of a run on a Ray cluster: placement groups with one bundle per node, and the actors in the bundles."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ except ImportError as error:
 
 _Call = TypeVar("_Call")
 _CONNECT_S: Final = 5.0
+RETRY_S: Final = 10.0
+"""The pause before each attempt to start the ranks of a lost node again."""
+MOST_REQUESTS: Final = 8
+"""Maximum number of nodes that a growing run requests at the same time."""
 _SHOWN_CHARS: Final = 200
 
 
@@ -44,6 +48,13 @@ class NodePlace:
         """The name of the node in messages."""
         return f"Ray node {self.address} ({self.node[:8]})"
 
+    @property
+    def problem(self) -> str | None:
+        """The reason why the node cannot take part; None if it can."""
+        if self.version == __version__:
+            return None
+        return f"{self.name} has Paceline {self.version}, expected {__version__}. Install it there"
+
 
 class NodeActor:
     """The base class of the actors of a run. An actor needs a thread for each method that runs at the same time."""
@@ -60,10 +71,12 @@ class NodeActor:
 
 
 class RayNodes(Closing):
-    """The placement group of a run, and its actors. :meth:`close` removes them."""
+    """The placement groups of a run, and its actors. :meth:`close` removes them."""
 
     def __init__(self, group: PlacementGroup, bundles: Sequence[Mapping[str, float]]) -> None:
-        self._group, self._bundles = group, bundles
+        self._bundles = bundles
+        self._places = [(group, index) for index in range(len(bundles))]
+        """The placement group of each node by number, and the index of the node's bundle."""
         self._ready = group.ready()
         self._is_closed = False
 
@@ -71,6 +84,15 @@ class RayNodes(Closing):
     def request(cls, bundles: Sequence[Mapping[str, float]]) -> Self:
         """Request a bundle of resources for each node. If there is room, Ray puts all bundles on different nodes."""
         return cls(placement_group([dict(bundle) for bundle in bundles], strategy="SPREAD"), bundles)
+
+    def request_more(self, bundle: Mapping[str, float]) -> tuple[int, Any]:
+        """Request the bundle of a further node.
+
+        Return the node's number, and a reference whose result exists when Ray has reserved the bundle.
+        """
+        group = placement_group([dict(bundle)], strategy="SPREAD")
+        self._places.append((group, 0))
+        return len(self._places) - 1, group.ready()
 
     def wait_reserved(self, timeout_s: float) -> bool:
         """Wait until Ray has reserved all bundles; return whether it has."""
@@ -88,7 +110,8 @@ class RayNodes(Closing):
 
     def start(self, actor: type[NodeActor], number: int, resources: Mapping[str, float], *, num_threads: int) -> Any:
         """Start an actor with a part of the resources of bundle `number`; return its handle."""
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+        group, index = self._places[number]
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "max_concurrency": num_threads}
         return ray.remote(max_restarts=0, **options)(actor).options(scheduling_strategy=place).remote()
 
@@ -104,7 +127,9 @@ class RayNodes(Closing):
     @override
     def close(self) -> None:
         if not self._is_closed and self.is_connected:
-            remove_placement_group(self._group)  # kills the actors
+            for group, index in self._places:
+                if index == 0:
+                    remove_placement_group(group)  # kills the actors
         self._is_closed = True
 
 
@@ -143,8 +168,8 @@ def find_places(actors: Sequence[Any], timeout_s: float) -> list[NodePlace]:
             f"a Ray actor cannot start: {_reason_of(error)}. All nodes need Paceline {__version__}"
         ) from error
     for place in places:
-        if place.version != __version__:
-            raise UsageError(f"{place.name} has Paceline {place.version}, expected {__version__}. Install it there")
+        if place.problem is not None:
+            raise UsageError(place.problem)
     return places
 
 

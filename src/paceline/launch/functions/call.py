@@ -20,6 +20,7 @@ from paceline.launch.run.blame import RankFailure, choose_culprit, follow_names,
 from paceline.launch.run.options import RunOptions
 from paceline.launch.run.setup import plan_roles
 from paceline.launch.supervisor import describe_status
+from paceline.strategies import ElasticFlags, StrategyFlags
 from paceline.transport.security.authentication import check_or_make_token
 
 END_S: Final = 15.0
@@ -34,12 +35,22 @@ def make_call(
     nproc_per_node: int,
     strategy: str | None,
     servers: int | None,
+    min_ranks: int | None = None,
+    max_ranks: int | None = None,
 ) -> FunctionCall:
     """Check the options and pickle the function. Raises UsageError."""
-    options = RunOptions(strategy=strategy, nproc_per_node=nproc_per_node, servers=servers)
-    plan_roles(replace(options, nnodes=num_nodes))
+    options = RunOptions(
+        strategy=strategy,
+        nproc_per_node=nproc_per_node,
+        servers=servers,
+        flags=StrategyFlags(elastic=ElasticFlags(min_ranks=min_ranks)),
+        max_ranks=max_ranks,
+    )
+    plan = plan_roles(replace(options, nnodes=num_nodes), can_grow=max_ranks is not None)
     return FunctionCall(
         num_ranks=nproc_per_node,
+        is_elastic=plan.is_elastic,
+        num_more=plan.more_nodes,
         words=tuple(words_of(options)),
         program=pickle_call(function, arguments),
         token=check_or_make_token(environment().token, "PACELINE_TOKEN"),
@@ -60,8 +71,8 @@ def pickle_call(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes
 class RankResults:
     """The values and failures of the ranks of a run. Dask or Ray reports the end or the failure of each node."""
 
-    def __init__(self, nodes: Sequence[str], num_ranks: int) -> None:
-        """`nodes` are the nodes' names in messages. Each node has `num_ranks` ranks."""
+    def __init__(self, nodes: Sequence[str] | Mapping[int, str], num_ranks: int) -> None:
+        """`nodes` are the nodes' names in messages, by number. Each node has `num_ranks` ranks."""
         self._nodes, self._num_ranks = nodes, num_ranks
         self._living = {*range(len(nodes))}
         self._values: dict[int, bytes] = {}
@@ -93,6 +104,11 @@ class RankResults:
             cause_of_end = describe_status(128 - status if status > 128 else status)  # 128 + N: killed by signal N
             text = f"{name_ranks(silent)} on the {node} {cause_of_end}, and returned no value"
             self._add(RankFailure(silent[0], status, ()), PeerError(f"{text}. See the output of the ranks"))
+
+    def add_values(self, reports: Mapping[int, bytes]) -> None:
+        """Record the values of a node of an elastic run, where a rank may have failed although its node has not."""
+        values = {rank: pickle.loads(report)[0] for rank, report in reports.items() if report}
+        self._values |= {rank: value for rank, value in values.items() if value is not None}
 
     def add_loss(self, number: int, reason: str) -> None:
         """Record that a node, or the worker of Dask on the node, has failed."""

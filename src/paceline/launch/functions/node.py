@@ -33,6 +33,10 @@ class FunctionCall:
 
     num_ranks: int
     """Number of ranks on each node."""
+    is_elastic: bool
+    """Whether the run continues if any node except the first one is lost."""
+    num_more: int
+    """Number of further nodes that may join."""
     words: tuple[str, ...]
     """Options of ``paceline run``, without the number of nodes."""
     program: bytes = field(repr=False)

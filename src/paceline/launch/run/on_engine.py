@@ -70,7 +70,8 @@ def roles_of(options: RunOptions) -> list[RunRole]:
     elif options.engine.on == "ray" and options.threads is None:  # Ray reserves one core for each thread
         options = replace(options, threads=1)
     is_kubernetes = options.engine.on == "kubernetes"
-    plan = plan_roles(options, counts, can_grow=is_kubernetes and options.engine.pods.kind == "job")
+    can_grow = options.engine.on == "ray" or (is_kubernetes and options.engine.pods.kind == "job")
+    plan = plan_roles(options, counts, can_grow=can_grow)
     nnodes, num_servers = plan.nodes, plan.servers
     inner = replace(options, engine=EngineFlags(), nnodes=None)
     assert options.script is not None
@@ -89,6 +90,7 @@ def roles_of(options: RunOptions) -> list[RunRole]:
         num_cpus=num_cpus,
         files=() if options.module or (options.no_python and os.sep not in options.script) else (options.script,),
         is_elastic=plan.is_elastic,
+        num_more=plan.more_nodes,
     )
     if not num_servers:
         return [ranks]

@@ -31,7 +31,7 @@ class RunOptions:
     arguments: list[str] | None = argument("Arguments of the script, passed unchanged.", show_default=False)
     strategy: str | None = option(
         f"{', '.join(STRATEGIES)} or {AUTO} (the fastest by prediction, as in 'paceline explain'). "
-        "Default: hybrid with --servers, else all-reduce for several processes, else one-device.",
+        "Default: hybrid with --servers, else all-reduce for several processes or --min-ranks, else one-device.",
         panel=_COMMON,
     )
     nproc_per_node: int | None = option(

@@ -60,8 +60,9 @@ def find_placement(options: RunOptions) -> Placement | None:
     # Under Slurm, mpirun itself uses srun to start one process per node, so Slurm's variables would be wrong.
     variables = environment()
     placement = Placement.of_environment(variables) or read_mpi_placement(variables) or read_placement(os.environ)
-    is_alone = placement is not None and placement.num_launchers == 1 and options.job is None
-    return None if is_alone else placement
+    if placement is None or placement.can_grow or options.job is not None:
+        return placement
+    return None if placement.num_launchers == 1 else placement
 
 
 def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
@@ -79,7 +80,8 @@ def plan_node(options: RunOptions, placement: Placement | None = None) -> Setup:
         layout = _lay_out_launcher(options, placement)
     choice = _choose(options, layout.world_size)
     num_first_nodes = layout.world_size // len(layout.ranks)
-    layout = replace(layout, world_size=_find_max_ranks(options, choice, layout, can_grow=placement is None))
+    can_grow = placement is None or placement.can_grow
+    layout = replace(layout, world_size=_find_max_ranks(options, choice, layout, can_grow=can_grow))
     if not layout.master_port:
         layout = _with_free_port(layout)
     elif layout.node == 0 and options.job != "server":
@@ -116,8 +118,12 @@ def _lay_out_node(options: RunOptions) -> Layout:
         node_rank=options.node_rank or 0,
         master_addr=options.master_addr,
         master_port=options.master_port,
-        max_ranks=None if options.flags.elastic.min_ranks is None else options.max_ranks,
+        max_ranks=_max_ranks_of(options),
     )
+
+
+def _max_ranks_of(options: RunOptions) -> int | None:
+    return None if options.flags.elastic.min_ranks is None else options.max_ranks
 
 
 def _find_max_ranks(options: RunOptions, choice: StrategyChoice, layout: Layout, *, can_grow: bool) -> int:
@@ -132,7 +138,7 @@ def _find_max_ranks(options: RunOptions, choice: StrategyChoice, layout: Layout,
         )
     if not can_grow:
         raise UsageError(
-            f"--max-ranks {options.max_ranks}: the number of nodes is fixed. More nodes may join only in a Job "
+            f"--max-ranks {options.max_ranks}: the number of nodes is fixed. More nodes may join only on Ray, in a Job "
             "of Kubernetes (--kind job), or if you start paceline run on each node yourself. Leave it out"
         )
     return options.max_ranks
@@ -150,6 +156,7 @@ def _lay_out_launcher(options: RunOptions, placement: Placement) -> Layout:
         node_rank=placement.launcher if has_ranks else 0,
         master_addr=placement.address,
         master_port=options.master_port or port_of_job(name),
+        max_ranks=_max_ranks_of(options) if placement.can_grow else None,
     )
     num_ranks = len(layout.ranks)
     if placement.num_ranks is not None:
@@ -325,6 +332,8 @@ class RolePlan:
     nodes: int
     is_elastic: bool
     """Whether the ranks of other nodes continue if a node is lost."""
+    more_nodes: int
+    """Number of nodes that may join later."""
 
 
 def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None, *, can_grow: bool = False) -> RolePlan:
@@ -347,4 +356,5 @@ def plan_roles(options: RunOptions, num_ranks: Sequence[int] | None = None, *, c
         servers=choice.servers,
         nodes=num_nodes,
         is_elastic=isinstance(choice.options, ElasticOptions) and max_ranks >= 2 * len(layout.ranks),
+        more_nodes=max_ranks // len(layout.ranks) - num_nodes if can_grow else 0,
     )
