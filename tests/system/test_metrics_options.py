@@ -107,7 +107,7 @@ def test_metrics_of_a_run(paceline: Commands, script: Path, tmp_path: Path, stra
     wait_until(lambda: len(fetch_state(page).get("ranks", ())) == 2, "the ranks are not on the dashboard")
     shown = paceline.succeed("top", page).out
     assert "paceline run --strategy" in shown
-    assert re.findall(r"^ +(\d) +.* [MG]B +\d s", shown, re.MULTILINE) == ["0", "1"]
+    assert re.findall(r"^ +(\d) +.* [MG]B +\d+ s", shown, re.MULTILINE) == ["0", "1"]
     done.touch()
     assert running.wait().status == 0
     assert '"has_ended":true' in report.read_text()
@@ -117,8 +117,10 @@ def test_metrics_of_a_run(paceline: Commands, script: Path, tmp_path: Path, stra
     seconds = found["paceline_step_phase_seconds_total"]
     assert seconds["1", "forward"] >= 0.2  # the pauses of rank 1
     assert sum(seconds["0", phase] for phase in ("communication", "optimizer")) > 0.1  # rank 0 waits for rank 1
-    assert found["paceline_wait_seconds_total"]["0", "1"] == pytest.approx(0.2, rel=0.75)
-    assert found["paceline_wait_seconds_total"].get(("1", "0"), 0.0) < 0.1
+    # Other processes may delay both ranks, so compare the waits with measured times.
+    waits = found["paceline_wait_seconds_total"]
+    assert 0.1 < waits["0", "1"] < 1.5 * sum(seconds["1", phase] for phase in ("data", "forward", "backward"))
+    assert waits.get(("1", "0"), 0.0) < waits["0", "1"] / 2
     assert found["paceline_reported_value"]["0", "loss"] > 0
     if strategy == "all-reduce":
         assert found["paceline_collective_seconds"]["0", "all_reduce", "shared"] >= 10

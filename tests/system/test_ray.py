@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -301,17 +302,12 @@ def test_a_function_grows_with_the_cluster(cluster: Any, tmp_path: Path) -> None
             if strategy.has_joined and strategy.reduce(float(strategy.world_size == 3), "min"):
                 return strategy.rank, strategy.world_size
 
-    def add() -> None:
+    with ThreadPoolExecutor(1) as threads:  # this thread adds a node, because Ray then sets the handlers of signals
+        values = threads.submit(run, train, cpus_per_rank=2, min_ranks=1, max_ranks=4)
         wait_until(lambda: len([*tmp_path.iterdir()]) == 2, "the ranks have not started", 120)
-        added.append(cluster.add_node(**ray_cluster.NODE))
-
-    added: list[Any] = []
-    adding = threading.Thread(target=add)
-    adding.start()
-    values = run(train, cpus_per_rank=2, min_ranks=1, max_ranks=4)
-    adding.join()
-    cluster.remove_node(added.pop())
-    assert sorted(values) == [(0, 3), (1, 3), (2, 3)]
+        added = cluster.add_node(**ray_cluster.NODE)
+        assert sorted(values.result(120)) == [(0, 3), (1, 3), (2, 3)]
+    cluster.remove_node(added)
 
 
 def test_wrong_scripts(commands: Commands) -> None:

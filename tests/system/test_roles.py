@@ -99,7 +99,8 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     again = train_once(paceline, *joining, data=click_log)
     assert result["examples"] == 12_000
     assert result["auc"] > 0.6
-    assert again["log_loss"] == pytest.approx(result["log_loss"], abs=2e-3)
+    # The order of the pushes changes the loss by 1e-3, and a second pass over the data by 6e-3.
+    assert again["log_loss"] == pytest.approx(result["log_loss"], abs=4e-3)
     assert abs(first["log_loss"] - result["log_loss"]) > 1e-4
     further = train_once(paceline, *joining, "--init-from", "model", data=click_log)
     assert further["num_features"] == result["num_features"]

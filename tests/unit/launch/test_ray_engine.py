@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import sys
 import threading
 import time
@@ -125,9 +126,7 @@ def test_an_elastic_run_grows_with_the_cluster(ray: FakeRay, monkeypatch: pytest
 
     def join(number: int, _: Callable[[], object]) -> int:
         most_groups.append(len(ray.groups))
-        if number == 0:
-            ray.add_node(1)
-        elif number == 1:
+        if number < 2:
             ray.add_node(1)
         elif number == 2 and numbers.count(2) == 1:
             raise RayError("the node died")
@@ -205,6 +204,24 @@ def test_no_cluster_answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(UsageError, match="no instance"):
         run(make_engine(), make_role())
+
+
+def test_the_handler_of_sigterm_remains(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(*_: object) -> None:
+        pass
+
+    def init(**_: Any) -> None:
+        ray.is_started = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the real Ray replaces it
+
+    monkeypatch.setattr(ray, "init", init)
+    replace_commands(monkeypatch, lambda *_: 0)
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        assert run(make_engine(), make_role()) == RunEnd(0, None)
+        assert signal.getsignal(signal.SIGTERM) is handle
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_command(patch: pytest.MonkeyPatch, *words: str) -> int:

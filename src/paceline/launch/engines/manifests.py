@@ -40,6 +40,7 @@ _START_S: Final = 600
 _LABEL: Final = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 _NAME = re.compile(rf"(?=[a-z]){_LABEL}")
 _NAMESPACE = re.compile(_LABEL)
+_MOST_LETTERS: Final = 253
 _SUBDOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _PLAIN: Final = re.compile(r"(--)?[A-Za-z][\w./-]*")
 _WORDS_OF_YAML: Final = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
@@ -74,15 +75,16 @@ class PodOptions:
         _check_name("name", self.name, _NAME, 40, "letters, digits and hyphens, with a letter first and no hyphen last")
         _check_name("namespace", self.namespace, _NAMESPACE, 63, "letters, digits and hyphens, no hyphen first or last")
         for flag, name in (("secret", self.secret), ("tls-secret", self.tls_secret)):
-            _check_name(flag, name, _SUBDOMAIN, 253, "letters, digits, hyphens and dots, such as my.token")
+            _check_name(flag, name, _SUBDOMAIN, _MOST_LETTERS, "letters, digits, hyphens and dots, such as my.token")
         for flag, quantity in (("--cpus", self.cpus), ("--memory", self.memory)):
             if quantity is not None and not _QUANTITY.fullmatch(quantity):
-                raise UsageError(f"{flag} {quantity}: expected a quantity of Kubernetes, such as 4, 500m or 8Gi")
+                raise UsageError(f"{flag} {quantity!r}: expected a quantity of Kubernetes, such as 4, 500m or 8Gi")
         if self.image is not None and (not self.image or not self.image.isprintable() or " " in self.image):
             raise UsageError(f"--image {self.image!r}: expected the name of an image, such as me/train:1")
         for volume, (claim, path) in zip(self.volume or (), self.volumes, strict=True):
-            if not _SUBDOMAIN.fullmatch(claim) or not path.startswith("/") or ":" in path:
-                raise UsageError(f"--volume {volume}: expected the name of a claim and a path, such as data:/data")
+            is_path = path.startswith("/") and path.isprintable() and ":" not in path
+            if not _SUBDOMAIN.fullmatch(claim) or len(claim) > _MOST_LETTERS or not is_path:
+                raise UsageError(f"--volume {volume!r}: expected the name of a claim and a path, such as data:/data")
         paths = [path for _, path in self.volumes]
         if len({*paths, _TLS_FOLDER}) <= len(paths):
             raise UsageError(f"--volume: each volume needs its own path, and {_TLS_FOLDER} is reserved")
@@ -105,7 +107,7 @@ class PodOptions:
 
 def _check_name(flag: str, name: str | None, pattern: re.Pattern[str], most: int, letters: str) -> None:
     if name is not None and not (len(name) <= most and pattern.fullmatch(name)):
-        raise UsageError(f"--{flag} {name}: expected a name of Kubernetes: at most {most} lower-case {letters}")
+        raise UsageError(f"--{flag} {name!r}: expected a name of Kubernetes: at most {most} lower-case {letters}")
 
 
 def manifests_of_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -30,7 +31,7 @@ RETRY_S: Final = 10.0
 """The pause before each attempt to start the ranks of a lost node again."""
 MOST_REQUESTS: Final = 8
 """Maximum number of nodes that a growing run requests at the same time."""
-_SHOWN_CHARS: Final = 200
+_SHOWN_CHARS: Final = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +141,15 @@ def connect(**options: Any) -> None:
     """
     if ray.is_initialized():
         return
+    handler = signal.getsignal(signal.SIGTERM)
     address = os.environ.get("RAY_ADDRESS")
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     try:
         if port.isdigit():  # fail early, because ray.init retries for minutes
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
         ray.init(**options)
+        if handler != signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray has replaced it by a handler that ends the process
     except (OSError, RuntimeError, ValueError) as error:
         place = f"at RAY_ADDRESS={address}" if address else "on this machine"
         reason = printable(" ".join(str(error).split()), _SHOWN_CHARS)
