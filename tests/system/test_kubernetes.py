@@ -466,7 +466,7 @@ def test_wrong_options_create_nothing(
         (b"", 2, "file is empty"),
         (b"{{{", 2, "no cluster is configured: while parsing"),
         (b"http://[bad", 2, "the file is malformed"),
-        (b"ftp://127.0.0.1", 1, "does not answer: Not supported URL scheme ftp"),
+        (b"ftp://127.0.0.1", 2, "Not supported URL scheme ftp"),
         (b"http://127.0.0.1:1", 1, "does not answer: [Errno 111] Connection refused"),
         (b"http://127.0.0.1:1\n    proxy-url: '['", 2, "a wrong value"),
         (b'http://127.0.0.1:1\nusers:\n- name: u\n  user: {token: "a\\nb"}', 2, "a wrong value"),

@@ -78,6 +78,9 @@ class Kubernetes(RunEngine):
         self._requested.append(manifest)
         try:
             return api.call("POST", api.path_of(manifest), body=manifest, patience_s=_PATIENCE_S)
+        except UsageError:
+            self._requested.pop()  # the request was not sent
+            raise
         except ApiError as error:
             if error.status == 404:
                 raise UsageError(

@@ -157,15 +157,15 @@ class ClusterApi:
                 yield response
             finally:
                 response.close()
+        except ValueError as error:  # for example of the URL or a header
+            raise UsageError(
+                f"the request to {settings.host} has a wrong value: {first_line(error)}. Correct the file of KUBECONFIG"
+            ) from None
         except urllib3.exceptions.HTTPError as error:
             reason = printable(str(error).rpartition(": ")[2], _SHOWN_CHARS)
             was_sent = not isinstance(error, urllib3.exceptions.NewConnectionError | urllib3.exceptions.SSLError)
             message = f"the API server at {settings.host} does not answer: {reason}"
             raise ApiError(message, 0, was_sent=was_sent) from None
-        except ValueError as error:  # for example of a header
-            raise UsageError(
-                f"the request to {settings.host} has a wrong value: {first_line(error)}. Correct the file of KUBECONFIG"
-            ) from None
 
     def _make_headers(self) -> dict[str, str]:
         """Return the headers, with the user's current token."""
