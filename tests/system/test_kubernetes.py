@@ -325,11 +325,12 @@ def _other_job() -> dict[str, Any]:
 
 def test_temporary_failures_of_the_api_server(cluster: KubernetesCluster, capfd: pytest.CaptureFixture[str]) -> None:
     lost = [("POST", "/secrets", 0), ("POST", "/jobs", 500), ("POST", "/jobs", 0), ("DELETE", "/services", 429)]
-    cluster.failures = [*lost, ("GET", "/jobs", 503), ("GET", "/jobs", 0), ("GET", "/pods", 429), ("GET", "/log", 500)]
+    lost += [("GET", "/jobs", 503), ("GET", "/jobs", 0), ("GET", "/pods", 429), ("GET", "/pods", 410)]
+    cluster.failures = [*lost, ("GET", "/log", 500)]
     assert follow("print('hello')", num_nodes=2) == RunEnd(0, None)
     output, errors = capfd.readouterr()
     assert output == "hello\nhello\n"
-    assert errors.count("The run continues") == 1
+    assert errors.count("The run continues") == 2
     assert cluster.failures == []
     assert cluster.objects == {}
 

@@ -184,10 +184,12 @@ class Kubernetes(RunEngine):
 
     @override
     def close(self) -> None:
+        # If only the first request was sent, the API server has probably never answered.
+        has_answered = bool(self._groups) or len(self._requested) > 1
+        deadline_s = time.monotonic() + (_PATIENCE_S if has_answered else 0.0)
         requested, self._requested, self._groups = self._requested, [], []
         deleted: list[Manifest] = []
         rejected: dict[str, list[Manifest]] = {}
-        deadline_s = time.monotonic() + _PATIENCE_S
         try:
             while requested:
                 try:

@@ -37,7 +37,7 @@ class ApiError(PeerError):
     @property
     def is_transient(self) -> bool:
         """Whether the same request may succeed later."""
-        return self.status in (0, 429) or self.status >= 500
+        return self.status in (0, 408, 410, 429) or self.status >= 500
 
 
 class ClusterApi:
