@@ -145,7 +145,7 @@ class _RayRun(Closing):
                 if problem is None:
                     take_value(number, value)
                 elif self._call.is_elastic and number:
-                    self._lose(number, problem)
+                    self._drop_node(number, problem)
                 else:
                     self._results.add_loss(number, problem)
             self._results.raise_cause()
@@ -188,7 +188,7 @@ class _RayRun(Closing):
         reference = self._actors[number].run.remote(self._call, placement, int(self._resources["CPU"]))
         self._pending[reference] = (number, self._end)
 
-    def _lose(self, number: int, problem: str) -> None:
+    def _drop_node(self, number: int, problem: str) -> None:
         """Continue without a lost node, and start its ranks again later."""
         if number not in self._actors:
             return  # Ray has removed the request for a further node

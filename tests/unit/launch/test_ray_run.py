@@ -72,7 +72,6 @@ def test_an_elastic_run_grows_and_starts_lost_nodes_again(
     import paceline.ray.running
 
     monkeypatch.setattr(paceline.ray.running, "RETRY_S", 0.05)
-    monkeypatch.setattr(paceline.ray.running, "_POLL_S", 0.05)
     nodes: list[int] = []
     has_joined = threading.Event()
 
