@@ -139,7 +139,7 @@ def train_between_hosts(folder: Path, chain: str, mbit: int, arguments: argparse
     token.touch(mode=0o600)
     token.write_text(make_token())
     where = ["--scheduler", f"{NETWORK}.1:7337", "--token-file", str(token)]
-    with network(2, mbit) as names:
+    with network(2, f"{mbit}Mbit") as names:
 
         def command(host: int, *words: object) -> list[str]:
             return ["ip", "netns", "exec", names[host], sys.executable, "-m", "paceline", *map(str, words)]

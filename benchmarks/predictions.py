@@ -1,10 +1,15 @@
 """Compare the predictions of ``paceline explain`` with measurements, for several models and strategies.
 
-    python benchmarks/predictions.py [--models perceptron cnn transformer clicks] [--ranks 2] [--runs 3] [--json]
+    python benchmarks/predictions.py [--models perceptron cnn ...] [--ranks 2] [--runs 1] [--measure] [--json]
+    sudo python benchmarks/predictions.py --hosts 2 4 8 --link 1Gbit 100Mbit
 
-Each run measures a model in independent processes, predicts its step under each strategy, and then runs it under this
-strategy. The program prints the median prediction and measurement of all runs. For each model it prints whether the
-strategy with the most predicted examples per second is the measured one, or within 5% of it.
+The first command measures each model in independent processes, predicts its step under each strategy, and then runs it
+under this strategy. With ``--hosts``, each rank is on an emulated host of its own, and servers are on all hosts. These
+models sleep instead of computing, because all hosts share the cores of this machine, which the prediction takes into
+account. `--measure` first measures this machine's costs again, as ``paceline explain --measure`` does.
+
+The table has the relative errors of the predicted steps in percent: positive if the prediction is too long. A winner is
+right if the strategy with the most predicted examples per second is the fastest one, or within 5% of it.
 """
 
 from __future__ import annotations
@@ -13,160 +18,188 @@ import argparse
 import json
 import statistics
 import sys
-from collections import defaultdict
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 
-import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from prediction_runs import COMPUTED, PAUSED, Host, emulated_hosts, load_modules, profile, record, undisturbed
 
-import paceline.torch as pt
-from paceline.planning.comparing import StepComparison, compare
-from paceline.planning.options import CompareOptions
+from paceline.environment import num_cores
+from paceline.planning.explaining import find_machine
+from paceline.planning.links import Machine, parse_link
+from paceline.planning.plays import ClusterShape
+from paceline.planning.predictions import Scenario, parse_candidate, predict_step
+from paceline.planning.scripts import measured_examples_per_s, measured_step_s
 
-STRATEGIES = "one-device,all-reduce,parameter-server,parameter-server:bounded:4,sharded"
-WITH_ROWS = "one-device,all-reduce,parameter-server,hybrid:sequential,hybrid:bounded:4"
-BATCHES = 60
+STRATEGIES = (
+    "one-device",
+    "all-reduce",
+    "parameter-server:sequential",
+    "parameter-server:bounded:4",
+    "parameter-server:eventual",
+    "hybrid:sequential",
+    "hybrid:bounded:4",
+    "sharded",
+    "pipeline",
+)
+COLUMNS = ("one", "all-red", "ps:seq", "ps:b4", "ps:ev", "hyb:seq", "hyb:b4", "sharded", "pipe")
+PIPELINES = ("perceptron", "cnn", "residual", "transformer")
+"""The models that compute and that can be divided into stages."""
+LATENCY = "50us"
+STEPS = 50
+LEAST_STEPS, MOST_S = 6, 1.5
+"""Between hosts, fewer steps are measured if they take longer than these seconds."""
 CLOSE = 0.95
 
 
-class Transformer(nn.Module):
-    """A small language model of 0.8 million parameters."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """The median prediction and measurement of one strategy."""
 
-    def __init__(self, width: int = 128, words: int = 500) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(width, words)
+    place: str
+    model: str
+    strategy: str
+    predicted_s: float
+    measured_s: float
+    predicted_per_s: float
+    measured_per_s: float
 
-    def forward(self, words: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.words(words)))
-        return logits.mean(1)
-
-
-class Clicks(nn.Module):
-    """A model of clicks with 26 categorical features, whose rows are in a sparse table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = pt.Embedding(16)
-        self.network = nn.Sequential(nn.Linear(26 * 16, 256), nn.ReLU(), nn.Linear(256, 10))
-
-    def forward(self, keys: Tensor) -> Tensor:
-        logits: Tensor = self.network(self.rows(keys).flatten(1))
-        return logits
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
 
 
-def make_model(name: str) -> tuple[nn.Module, Tensor, int]:
-    """Return a model, its inputs and the batch size. Labels are 10 classes."""
-    torch.manual_seed(0)
-    if name == "perceptron":
-        layers = [nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
-        return nn.Sequential(*layers), torch.randn(64 * BATCHES, 512), 64
-    if name == "cnn":
-        convolutions = [nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3), nn.ReLU()]
-        head = [nn.MaxPool2d(2), nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10)]
-        return nn.Sequential(*convolutions, *head), torch.randn(64 * BATCHES, 1, 28, 28), 64
-    if name == "transformer":
-        return Transformer(), torch.randint(0, 500, (8 * BATCHES, 32)), 8
-    return Clicks(), torch.randint(0, 1 << 40, (256 * BATCHES, 26)) % 100_003, 256
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The machine, or hosts with a link."""
+
+    ranks: int
+    link: str | None = None
+
+    @property
+    def name(self) -> str:
+        return "this machine" if self.link is None else f"{self.ranks} hosts, {self.link}"
+
+    def strategies(self, model: str) -> list[str]:
+        """Return the strategies for a model. Between hosts, those are measured that need the network differently."""
+        without = set() if model == "clicks" else {"hybrid:sequential", "hybrid:bounded:4"}
+        if self.link is not None or model not in PIPELINES:
+            without.add("pipeline")
+        if self.link is not None:
+            without |= {"one-device", "parameter-server:eventual"}
+        return [name for name in STRATEGIES if name not in without]
+
+    def scenario(self, model: str, machine: Machine) -> Scenario:
+        """Measure a model in independent processes."""
+        if self.link is None:
+            threads = max(num_cores() // self.ranks, 1)
+            together = undisturbed(lambda: profile(model, copies=self.ranks, threads=threads))
+            alone = undisturbed(lambda: profile(model, copies=1, threads=num_cores()))
+            return Scenario(
+                profile=together, alone=alone, machine=machine, shape=ClusterShape(ranks_per_node=self.ranks)
+            )
+        alone = undisturbed(lambda: profile(model, copies=1, threads=1, is_paused=True))
+        link, cores = parse_link(self.link, LATENCY), num_cores() / self.ranks
+        shape = ClusterShape(nodes=self.ranks, link=link, node_cores=cores)
+        return Scenario(profile=alone, alone=alone, machine=machine, shape=shape)
 
 
-def train(name: str) -> None:
-    """Train a model until the profiler ends the process."""
-    model, inputs, batch_size = make_model(name)
-    data = TensorDataset(inputs, torch.randint(0, 10, (len(inputs),)))
-    strategy = pt.strategy()
-    model, optimizer, loader = strategy.prepare(
-        model, torch.optim.Adam(model.parameters()), DataLoader(data, batch_size, shuffle=True)
+def measure(place: Place, model: str, machine: Machine) -> list[Line]:
+    """Predict the step of a model under each strategy, and measure it."""
+    scenario = place.scenario(model, machine)
+    return [measure_strategy(place, model, scenario, name) for name in place.strategies(model)]
+
+
+def measure_strategy(place: Place, model: str, scenario: Scenario, name: str) -> Line:
+    candidate = parse_candidate(name, 1 if place.link is None else place.ranks)
+    prediction = predict_step(scenario, candidate)
+    ranks = 1 if name == "one-device" else place.ranks
+    with ExitStack() as stack:
+        hosts, threads, steps = [Host()] * ranks, max(num_cores() // ranks, 1), STEPS
+        if place.link is not None:
+            hosts, threads = stack.enter_context(emulated_hosts(ranks, place.link)), 1
+            steps = min(max(int(MOST_S / prediction.step_s), LEAST_STEPS), STEPS)
+        is_paused = place.link is not None
+        records = undisturbed(lambda: record(model, candidate, hosts, steps, threads=threads, is_paused=is_paused))
+    return Line(
+        place=place.name,
+        model=model,
+        strategy=name,
+        predicted_s=prediction.step_s,
+        measured_s=measured_step_s(records),
+        predicted_per_s=prediction.examples_per_s,
+        measured_per_s=measured_examples_per_s(records) / (ranks if name == "pipeline" else 1),
     )
-    for _ in range(1000):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
 
 
-def measure(name: str, ranks: int, runs: int) -> dict[str, list[StepComparison]]:
-    """Return the comparisons of a model by strategy."""
-    options = CompareOptions(
-        script=__file__,
-        arguments=["--train", name],
-        nproc_per_node=ranks,
-        strategies=WITH_ROWS if name == "clicks" else STRATEGIES,
-        steps=50,
-    )
-    found: dict[str, list[StepComparison]] = defaultdict(list)
-    for _ in range(runs):
-        for comparison in compare(options, lambda text: print(text, file=sys.stderr, flush=True)):
-            found[comparison.prediction.candidate.label].append(comparison)
+def medians(lines: Sequence[Line]) -> list[Line]:
+    """Return one line for each strategy of a model, with the medians over the runs."""
+    found: list[Line] = []
+    for strategy in dict.fromkeys(line.strategy for line in lines):
+        same = [line for line in lines if line.strategy == strategy]
+        names = ("predicted_s", "measured_s", "predicted_per_s", "measured_per_s")
+        found.append(
+            replace(same[0], **{name: statistics.median(getattr(line, name) for line in same) for name in names})
+        )
     return found
 
 
-def summarize(name: str, found: dict[str, list[StepComparison]]) -> list[dict[str, Any]]:
-    """Return a line for each strategy, with medians over the runs."""
-    lines = []
-    for label, comparisons in found.items():
-        predicted_s = statistics.median(comparison.prediction.step_s for comparison in comparisons)
-        measured_s = statistics.median(comparison.step_s for comparison in comparisons)
-        rates = [
-            statistics.median(rates)
-            for rates in zip(*((c.prediction.examples_per_s, c.examples_per_s) for c in comparisons), strict=True)
-        ]
-        lines.append(
-            {
-                "model": name,
-                "strategy": label,
-                "predicted_s": predicted_s,
-                "measured_s": measured_s,
-                "error": predicted_s / measured_s - 1,
-                "predicted_per_s": rates[0],
-                "measured_per_s": rates[1],
-            }
-        )
-    return lines
-
-
-def has_found_winner(lines: list[dict[str, Any]]) -> bool:
+def has_right_winner(lines: Sequence[Line]) -> bool:
     """Return whether the strategy with the best prediction is the fastest one, or almost as fast."""
-    chosen = max(lines, key=lambda line: line["predicted_per_s"])
-    return bool(chosen["measured_per_s"] >= CLOSE * max(line["measured_per_s"] for line in lines))
+    chosen = max(lines, key=lambda line: line.predicted_per_s)
+    return chosen.measured_per_s >= CLOSE * max(line.measured_per_s for line in lines)
+
+
+def show(lines: Sequence[Line]) -> None:
+    """Print the row of a model."""
+    errors = {line.strategy: f"{line.error * 100:+.0f}" for line in lines}
+    cells = "".join(f"{errors.get(name, ''):>8}" for name in STRATEGIES)
+    print(f"{lines[0].place:<18}{lines[0].model:<12}{cells}{'yes' if has_right_winner(lines) else 'no':>7}", flush=True)
+
+
+def summarize(name: str, cases: Sequence[Sequence[Line]]) -> None:
+    errors = [abs(line.error) for lines in cases for line in lines]
+    right = sum(has_right_winner(lines) for lines in cases)
+    print(
+        f"{name}: median error {statistics.median(errors):.0%}, worst {max(errors):.0%}, "
+        f"{sum(error <= 0.25 for error in errors)} of {len(errors)} at most 25%; the winner is right in {right} of "
+        f"{len(cases)} cases"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["perceptron", "cnn", "transformer", "clicks"]
-    parser.add_argument("--models", nargs="+", choices=names, default=names)
+    parser.add_argument("--models", nargs="+", choices=sorted({*COMPUTED, *PAUSED}))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--hosts", type=int, nargs="+")
+    parser.add_argument("--link", nargs="+", default=["1Gbit"])
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--measure", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--train", choices=names, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.train is not None:
-        train(options.train)
-        return
-    all_lines: list[dict[str, Any]] = []
-    num_found = 0
+    places = [Place(ranks=options.ranks)]
+    if options.hosts is not None:
+        places = [Place(ranks=count, link=link) for link in options.link for count in options.hosts]
+    local = ClusterShape(ranks_per_node=options.ranks if options.hosts is None else 2)
+    machine = find_machine(local, lambda text: print(text, file=sys.stderr), again=options.measure)
+    load_modules()
     if not options.json:
-        print(f"{'model':<12}{'strategy':<30}{'predicted ms':>13}{'measured ms':>13}{'error':>8}")
-    for name in options.models:
-        lines = summarize(name, measure(name, options.ranks, options.runs))
-        all_lines += lines
-        num_found += has_found_winner(lines)
-        for line in lines:
+        print(f"{'':<30}{''.join(f'{name:>8}' for name in COLUMNS)} winner")
+    found: dict[Place, list[list[Line]]] = {}
+    for place in places:
+        known = COMPUTED if place.link is None else tuple(PAUSED)
+        for model in options.models or known:
+            lines = medians([line for _ in range(options.runs) for line in measure(place, model, machine)])
+            found.setdefault(place, []).append(lines)
             if options.json:
-                print(json.dumps(line), flush=True)
-                continue
-            print(
-                f"{name:<12}{line['strategy']:<30}{line['predicted_s'] * 1e3:>13.2f}{line['measured_s'] * 1e3:>13.2f}"
-                f"{line['error']:>+8.0%}",
-                flush=True,
-            )
-    errors = [abs(line["error"]) for line in all_lines]
+                print("\n".join(json.dumps(asdict(line) | {"error": line.error}) for line in lines), flush=True)
+            else:
+                show(lines)
     if not options.json:
-        print(f"median error {statistics.median(errors):.0%}, worst {max(errors):.0%}")
-        print(f"the predicted winner was within 5% of the fastest for {num_found} of {len(options.models)} models")
+        for place, cases in found.items():
+            summarize(place.name, cases)
+        if len(found) > 1:
+            summarize("together", [lines for cases in found.values() for lines in cases])
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def run_rank(megabytes: float, steps: int, report: Path) -> None:
 
 def measure(strategy: str, num_hosts: int, mbit: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train on hosts. Return the median seconds of a step, and the limit of the wire."""
-    with tempfile.TemporaryDirectory() as folder, network(num_hosts, mbit) as names:
+    with tempfile.TemporaryDirectory() as folder, network(num_hosts, f"{mbit}Mbit") as names:
         report = Path(folder, "report.json")
         words = ["--strategy", strategy, "--nproc-per-node", 1]
         words += ["--servers", num_hosts] if strategy in WITH_SERVERS else []

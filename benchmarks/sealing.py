@@ -100,7 +100,7 @@ def main() -> None:
         parser.error("expected at least 1 Mbit/s, 1 round and 1 byte")
     if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "tc")):
         sys.exit("sealing.py: network namespaces need root, and ip and tc of iproute2")
-    with network(2, options.mbit) as (server_host, client_host):
+    with network(2, f"{options.mbit}Mbit") as (server_host, client_host):
         command = [sys.executable, __file__]
         servers = [
             subprocess.Popen(

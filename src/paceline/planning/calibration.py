@@ -40,6 +40,7 @@ _CANDIDATES: Final = {
     "parameter-server": StrategyCandidate(strategy="parameter-server", consistency="sequential", servers=1),
     "parameter-server:eventual": StrategyCandidate(strategy="parameter-server", consistency="eventual", servers=1),
     "sharded": StrategyCandidate(strategy="sharded"),
+    "pipeline": StrategyCandidate(strategy="pipeline"),
 }
 _HALVINGS: Final = 40
 _MOST_RESULTS: Final = 1000
@@ -97,19 +98,7 @@ def _measure_messages(ranks: int, show: Callable[[str], None]) -> Machine:
         ranks_per_node=ranks,
         all_reduce=curve,
         socket_s_per_byte=seconds / (2 * num_bytes),
-        memory_s_per_byte=_time_memory(),
     )
-
-
-def _time_memory() -> float:
-    """Return the seconds per byte of an addition of large arrays, which reads two arrays and writes one."""
-    array, addend = np.ones(1 << 22, np.float32), np.ones(1 << 22, np.float32)
-    times = []
-    for _ in range(9):
-        began = time.perf_counter()
-        np.add(array, addend, out=array)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) / (3 * array.nbytes)
 
 
 def time_filter() -> float:

@@ -77,8 +77,11 @@ class StepComparison:
 
     def losses(self) -> list[float]:
         """Return the mean loss over the ranks of each step, without steps that have no loss."""
-        means = [statistics.fmean(same) for same in zip(*(record.losses for record in self.records), strict=False)]
-        return [mean for mean in means if math.isfinite(mean)]
+        steps = [
+            [loss for loss in same if loss is not None]
+            for same in zip(*(record.losses for record in self.records), strict=False)
+        ]
+        return [statistics.fmean(losses) for losses in steps if len(losses) == len(self.records)]
 
     def loss_at(self, seconds: float = math.inf, examples: float = math.inf) -> float:
         """Return the mean loss of the last tenth of the steps until a time or a number of examples; NaN without one."""

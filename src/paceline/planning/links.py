@@ -16,6 +16,8 @@ from paceline.planning.formulas import ring_s
 _SPEED: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(?:bit|bps)(?:/s)?", re.IGNORECASE)
 _LATENCY: Final = re.compile(r"(\d+(?:\.\d+)?) ?(us|µs|ms|s)")
 _SECONDS: Final = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+PAYLOAD: Final = 0.94
+"""The share of TCP's data in a link's traffic: 1,448 of the 1,538 bytes of a packet on Ethernet."""
 _MOST_BITS_PER_S: Final = 1e14
 _MOST_LATENCY_S: Final = 10.0
 _MOST_PLAYED: Final = 8
@@ -50,12 +52,12 @@ def parse_link(speed: str, latency: str) -> NodeLink:
     latency_s = float(delay[1]) * _SECONDS[delay[2]] if delay else math.nan
     if not 0 <= latency_s <= _MOST_LATENCY_S:
         raise UsageError(f"--latency {latency}: expected a time of at most 10s, such as 20us or 0.5ms")
-    return NodeLink(bytes_per_s=bits / 8, latency_s=latency_s)
+    return NodeLink(bytes_per_s=bits / 8 * PAYLOAD, latency_s=latency_s)
 
 
 def format_speed(bytes_per_s: float) -> str:
     """Return a speed as :func:`parse_link` accepts it, with two digits: ``2.3 Gbit/s``."""
-    bits = bytes_per_s * 8
+    bits = bytes_per_s / PAYLOAD * 8
     for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if bits >= 0.995 * size or prefix == "k":
             value = bits / size
@@ -104,8 +106,6 @@ class Machine:
     """All-reduce between the ranks of one node, through shared memory."""
     socket_s_per_byte: float
     """Processor time of a rank for each byte that it sends and receives over the network."""
-    memory_s_per_byte: float = 0.0
-    """Processor time for each byte that an operation on large arrays reads or writes."""
     filter_s_per_byte: float = 0.0
     """Processor time for each byte of float32 values that the filter ``quantize:8`` encodes and decodes."""
     costs: dict[str, StrategyCost] = field(default_factory=dict)

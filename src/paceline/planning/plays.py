@@ -36,6 +36,8 @@ class ClusterShape:
     ranks_per_node: int = 1
     link: NodeLink | None = None
     """The network; None for one node."""
+    node_cores: float | None = None
+    """The cores of each node, if they differ from the measured machine's. Emulated nodes share a machine's cores."""
 
     @property
     def num_ranks(self) -> int:
@@ -67,13 +69,19 @@ class RankPlay:
     def __init__(self, profile: ModelProfile, shape: ClusterShape, machine: Machine, cost: StrategyCost) -> None:
         self.profile, self.shape, self.machine, self.cost = profile, shape, machine, cost
         self.list = TaskList()
-        ranks, cores = shape.ranks_per_node, machine.num_cores
-        self.computing = {} if profile.is_on_gpu else {CPU: min(ranks * profile.num_threads / cores, 1.0)}
+        ranks, cores = shape.ranks_per_node, shape.node_cores or machine.num_cores
+        self.cores = cores
+        self.computing = {} if profile.is_on_gpu else {CPU: ranks * profile.busy_cores / cores}
         self.messaging = {CPU: ranks / cores}
-        """The loads of a task in which each rank of the node uses one core for communication."""
+        """The loads of a task in which each rank of the node uses one core."""
+        self._running = {} if profile.is_on_gpu else self.messaging
 
     def compute(self, seconds: float, *after: int) -> int:
         return self.list.add("compute", seconds, self.computing, *after)
+
+    def run(self, seconds: float, *after: int) -> int:
+        """Add the program's own code, or the optimizer."""
+        return self.list.add("compute", seconds, self._running, *after)
 
     def join(self, *after: int) -> int:
         """Add a task without duration, which waits for several tasks."""
@@ -103,11 +111,11 @@ class RankPlay:
         """Add a transfer between n nodes. Each node sends and receives (n - 1) / n of `num_bytes` together."""
         moved = num_bytes * (self.shape.nodes - 1) / self.shape.nodes
         busy = self.machine.socket_s_per_byte * moved / seconds if seconds else 0.0
-        loads = {OUT: 1.0, IN: 1.0, CPU: min(busy, 1.0) / self.machine.num_cores}
+        loads = {OUT: 1.0, IN: 1.0, CPU: min(busy, 1.0) / self.cores}
         return self.list.add("wire", seconds * max(busy, 1.0), loads, *after)
 
     def forward(self, *after: int) -> int:
-        last = self.compute(self.profile.between_s, *after)
+        last = self.run(self.profile.between_s, *after)
         for layer in self.profile.layers:
             last = self.compute(layer.forward_s, last)
         return last
@@ -126,7 +134,7 @@ def play_one_device(profile: ModelProfile, shape: ClusterShape, machine: Machine
     last = rank.forward()
     for layer in reversed(profile.layers):
         last = rank.compute(layer.backward_s, last)
-    return rank.played(rank.compute(profile.update_s, last))
+    return rank.played(rank.run(profile.update_s, last))
 
 
 def buckets_of(layers: Sequence[LayerProfile], first_bytes: int, most_bytes: int) -> list[tuple[int, float]]:
@@ -167,7 +175,7 @@ def _add_all_reduce(rank: RankPlay, *, sparse_bytes: float, after: int = -1) -> 
         reduced = rank.list.add("communication CPU", copying, rank.messaging, reduced)
     if sparse_bytes:
         reduced = rank.gather(num_ranks * sparse_bytes, last, reduced)
-    return rank.compute(profile.update_s, last, reduced)
+    return rank.run(profile.update_s, last, reduced)
 
 
 class ServerMessage(NamedTuple):
@@ -194,21 +202,20 @@ class ServerPlay(RankPlay):
     ) -> None:
         super().__init__(profile, shape, machine, cost)
         self.group, servers = group, group.count
-        ranks, cores = shape.ranks_per_node, machine.num_cores
+        ranks, measured = shape.ranks_per_node, machine.ranks_per_node
         # During byte_s, the cores are busy with pushes and pulls of all ranks. Half of this time is the servers' work.
-        measured = machine.ranks_per_node
-        busy_s = cost.byte_s * min(cores, measured + 1) / measured / (_DIRECTIONS * _SIDES)
+        busy_s = cost.byte_s * min(machine.num_cores, measured + 1) / measured / (_DIRECTIONS * _SIDES)
         self._client_byte_s = busy_s
         self._server_byte_s = busy_s * shape.num_ranks / servers
-        # The optimizer's state is read and written. The measured costs contain the update of SGD, which has no state.
+        # A server updates its part of the parameters: once per step, or once per rank and step.
         updates = 1 if group.is_synchronous else shape.num_ranks
-        state = profile.optimizer_bytes / max(profile.parameter_bytes, 1)
-        self._update_byte_s = 2 * state * machine.memory_s_per_byte * updates / servers
+        num_bytes = max(profile.parameter_bytes + profile.sparse_bytes, 1)
+        self._update_byte_s = profile.update_s * updates / servers / num_bytes
         # The cost of a step contains four messages between each rank of one node and one server.
         self._client_more_s = cost.step_s / _MESSAGES * (servers - 1)
         self._server_more_s = cost.step_s / _MESSAGES * (shape.num_ranks - ranks)
         per_node = servers / shape.nodes
-        self._serving = {SERVER: 1.0} if group.is_separate else {CPU: max(per_node, 1.0) / cores}
+        self._serving = {SERVER: 1.0} if group.is_separate else {CPU: max(per_node, 1.0) / self.cores}
 
     def push(self, num_bytes: float, former: ServerMessage, *after: int) -> ServerMessage:
         """Add a push: the client's work, the transfer, the server's update. `former` is the message before it."""
@@ -262,7 +269,7 @@ def play_servers(profile: ModelProfile, shape: ClusterShape, machine: Machine, g
         # The rows of the next batch are requested during this batch, or after the step if they must be exact.
         if profile.sparse_bytes and not is_synchronous:
             rows = rank.pull(profile.sparse_bytes, ServerMessage(), last).by_client
-        last = rank.compute(profile.between_s, last)
+        last = rank.run(profile.between_s, last)
         for number, layer in enumerate(layers):
             last = rank.compute(layer.forward_s, last, pulled.get(number, -1))
         ready: dict[int, int] = {}
@@ -329,7 +336,7 @@ def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -
     remainder = sum(layer.parameter_bytes for number, layer in enumerate(layers) if number not in units)
     last = rank.overhead()
     sent = rank.gather(remainder, last) if remainder else -1
-    last = rank.compute(profile.between_s, last, sent)
+    last = rank.run(profile.between_s, last, sent)
 
     def gathered(layer: LayerProfile, last: int, sent: int) -> tuple[int, int]:
         sent = rank.gather(layer.parameter_bytes, sent if rank.profile.is_on_gpu else last, sent)
@@ -339,6 +346,9 @@ def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -
         if number in units:
             last, sent = gathered(layer, last, sent)
         last = rank.compute(layer.forward_s, last)
+    if remainder:
+        sent = rank.gather(remainder, last, sent)
+        last = rank.join(last, sent)
     for number in reversed(range(len(layers))):
         if number in units:
             last, sent = gathered(layers[number], last, sent)
@@ -348,10 +358,10 @@ def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -
     if remainder:
         sent = rank.gather(remainder, last, sent)
     copying = rank.list.add("communication CPU", rank.cost.byte_s * profile.parameter_bytes, rank.messaging, last, sent)
-    return rank.played(rank.compute(profile.update_s / shape.num_ranks, copying))
+    return rank.played(rank.run(profile.update_s / shape.num_ranks, copying))
 
 
-def play_pipeline(profile: ModelProfile, shape: ClusterShape, microbatches: int) -> PlayedStep:
+def play_pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machine, microbatches: int) -> PlayedStep:
     """Predict a step under ``pipeline`` with one stage per rank, for a model whose layers run one after another.
 
     The layers are divided into stages with equal times as far as possible. Computing of the stages other than the
@@ -369,8 +379,16 @@ def play_pipeline(profile: ModelProfile, shape: ClusterShape, microbatches: int)
     rounds_s = (microbatches + stages - 1) * (slowest / microbatches + sent_s)
     bubble_s = rounds_s * pipeline_bubble(stages, microbatches)
     other_s = profile.between_s + profile.update_s / stages
-    parts: dict[Kind, float] = {"compute": slowest + other_s, "wire": microbatches * sent_s, "bubble": bubble_s}
-    return PlayedStep(rounds_s + other_s, parts)
+    # Each microbatch has messages, and adds to all gradients.
+    cost = machine.cost("pipeline")
+    cost_s = cost.step_s + (cost.parameter_s * profile.num_parameters + cost.byte_s * profile.parameter_bytes) / stages
+    parts: dict[Kind, float] = {
+        "compute": slowest + other_s,
+        "communication CPU": microbatches * cost_s,
+        "wire": microbatches * sent_s,
+        "bubble": bubble_s,
+    }
+    return PlayedStep(rounds_s + other_s + microbatches * cost_s, parts)
 
 
 def bounds_of(sizes: Sequence[float], parts: int) -> list[int]:

@@ -249,7 +249,7 @@ def predict_step(scenario: Scenario, candidate: StrategyCandidate) -> StepPredic
                 raise UsageError(
                     f"pipeline: {len(profile.layers)} layers for {shape.num_ranks} stages. Lower --nproc-per-node"
                 )
-            played = play_pipeline(profile, shape, _microbatches(scenario))
+            played = play_pipeline(profile, shape, machine, _microbatches(scenario))
         case other:
             raise AssertionError(other)
     is_divided = candidate.strategy == "pipeline"

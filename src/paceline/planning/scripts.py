@@ -82,7 +82,7 @@ class MeasuredCommand:
             ]
             self._run([command] * copies, added, _PATIENCE_S * len(models))
             return {
-                model: _mean(
+                model: mean_profile(
                     [self._read(folder.path / model / f"{n}/profile.json", ModelProfile) for n in range(copies)]
                 )
                 for model in models
@@ -199,7 +199,7 @@ def check_options(options: ScriptOptions) -> tuple[MeasuredCommand, int]:
     return MeasuredCommand(options.script, tuple(options.arguments or ())), ranks
 
 
-def _mean(profiles: Sequence[ModelProfile]) -> ModelProfile:
+def mean_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """Return a profile with the mean times of equal processes, and the steps of all of them without outliers."""
     first = profiles[0]
     layers: list[LayerProfile] = []

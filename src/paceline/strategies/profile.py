@@ -78,7 +78,8 @@ class ModelProfile:
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
     """Buffers of the model, such as BatchNorm's statistics."""
-    num_threads: int = 1
+    busy_cores: float = 1.0
+    """The processor time of the layers divided by their duration. Other parts of a step use one core."""
     is_on_gpu: bool = False
 
     @property
@@ -131,8 +132,8 @@ class StepRecord:
     steps_s: tuple[float, ...]
     ends_s: tuple[float, ...]
     """The end of each step, in seconds after the beginning of the first step."""
-    losses: tuple[float, ...]
-    """The loss of each step on the rank's own batch; NaN if the program computed none."""
+    losses: tuple[float | None, ...]
+    """The loss of each step on the rank's own batch; None if it is not finite, or the program computed none."""
     step_bytes: float | None = None
     """Mean bytes that the rank sends and receives per step; None if they are not counted.
 
@@ -147,9 +148,10 @@ class StepRecord:
         return next((number for number in numbers if latest_loss(self.losses[:number]) <= target), None)
 
 
-def latest_loss(losses: Sequence[float]) -> float:
-    """Return the mean of the last ten losses; NaN if there are fewer, or one of them is NaN."""
-    return statistics.fmean(losses[-NUM_LATEST:]) if len(losses) >= NUM_LATEST else math.nan
+def latest_loss(losses: Sequence[float | None]) -> float:
+    """Return the mean of the last ten losses; NaN if there are fewer, or one of them is None."""
+    latest = [loss for loss in losses[-NUM_LATEST:] if loss is not None]
+    return statistics.fmean(latest) if len(latest) == NUM_LATEST else math.nan
 
 
 def write_record(path: Path, record: ModelProfile | StepRecord) -> None:

@@ -19,7 +19,7 @@ from paceline.environment import environment
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.choosing import make_profiler, strategy
 
-MODELS: Final = {"few": (8, 1), "many": (16, 40), "large": (1024, 4)}
+MODELS: Final = {"few": (8, 2), "many": (16, 40), "large": (1024, 4)}
 """Width and number of the layers: few small parameters, many small parameters, and few large parameters."""
 _BATCH_SIZE: Final = 16
 _NUM_BATCHES: Final = 50
@@ -49,7 +49,7 @@ def train(chosen: Strategy, name: str) -> None:
     model: nn.Module = nn.Sequential(*layers)
     data = TensorDataset(torch.randn(_BATCH_SIZE * _NUM_BATCHES, width))
     model, optimizer, loader = chosen.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=1e-4), DataLoader(data, _BATCH_SIZE, drop_last=True)
+        model, torch.optim.Adam(model.parameters(), lr=1e-4), DataLoader(data, _BATCH_SIZE, drop_last=True)
     )
     for _ in range(_EPOCHS):
         for (inputs,) in loader:

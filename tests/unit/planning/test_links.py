@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.collectives.schedules import ALGORITHMS, LinkCost, predict
 from paceline.errors import UsageError
 from paceline.planning.formulas import byteps_optimum_s, pipeline_bubble, ring_s
-from paceline.planning.links import Curve, NodeLink, all_reduce_s, format_speed, parse_link
+from paceline.planning.links import PAYLOAD, Curve, NodeLink, all_reduce_s, format_speed, parse_link
 from paceline.planning.waiting import barrier_s, describe_noise, expected_maximum, without_outliers
 
 MB = 1 << 20
@@ -24,7 +24,7 @@ MB = 1 << 20
 )
 def test_links_are_parsed(speed: str, latency: str, bytes_per_s: float, latency_s: float) -> None:
     link = parse_link(speed, latency)
-    assert (link.bytes_per_s, link.latency_s) == pytest.approx((bytes_per_s, latency_s))
+    assert (link.bytes_per_s, link.latency_s) == pytest.approx((bytes_per_s * PAYLOAD, latency_s))
 
 
 @pytest.mark.parametrize("speed", ["0Gbit", "-1Gbit", "10", "Gbit", "10GB", "1e400Gbit", "9999999Tbit", "nanGbit", ""])

@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 from paceline.planning import plays
 from paceline.planning.calibration import fit_cost
 from paceline.planning.formulas import pipeline_bubble, ring_s
-from paceline.planning.links import Curve, Machine, NodeLink, StrategyCost, format_speed, parse_link
+from paceline.planning.links import PAYLOAD, Curve, Machine, NodeLink, StrategyCost, format_speed, parse_link
 from paceline.planning.plays import (
     ClusterShape,
     ServerGroup,
@@ -109,6 +109,19 @@ def test_sharded_without_computing_gathers_twice_and_scatters_once() -> None:
     assert step_s == pytest.approx(1.5 * ring_s(profile.parameter_bytes, 4, LINK.bytes_per_s))
 
 
+def test_parameters_outside_of_units_are_gathered_twice_too() -> None:
+    profile = model(layer_bytes=1 << 16)
+    step_s = play_sharded(profile, shape(4), MACHINE).step_s
+    assert step_s == pytest.approx(1.5 * ring_s(profile.parameter_bytes, 4, LINK.bytes_per_s))
+
+
+def test_servers_update_once_per_step_or_once_per_rank() -> None:
+    profile = replace(model(), update_s=2000.0)  # much longer than the messages
+    for is_synchronous, update_s in ((True, 1000.0), (False, 8000.0)):
+        group = ServerGroup(count=2, is_separate=True, is_synchronous=is_synchronous)
+        assert play_servers(profile, shape(8), MACHINE, group).step_s == pytest.approx(update_s, rel=0.01)
+
+
 def test_computing_hides_communication() -> None:
     """With a long backward, only the last bucket is exposed: the first layers' gradients come last."""
     profile = model(compute_s=30.0)
@@ -151,7 +164,7 @@ def test_hybrid_does_not_send_rows_between_ranks() -> None:
 @pytest.mark.parametrize("microbatches", [4, 16])
 def test_pipeline_of_equal_stages_has_the_bubble_of_the_formula(microbatches: int) -> None:
     profile = model(compute_s=12.0, num_layers=12)
-    played = play_pipeline(profile, ClusterShape(ranks_per_node=4), microbatches)
+    played = play_pipeline(profile, ClusterShape(ranks_per_node=4), MACHINE, microbatches)
     assert played.parts["bubble"] / played.step_s == pytest.approx(pipeline_bubble(4, microbatches))
     assert played.parts["compute"] == pytest.approx(3.0)
 
@@ -234,7 +247,7 @@ def test_a_faster_link_changes_the_choice() -> None:
     sentences = find_changes(start)
     speed = next(sentence for sentence in sentences if sentence.startswith("On links faster than "))
     assert speed.endswith(" Gbit/s, all-reduce is fastest.")
-    factor = float(speed.split()[4]) * 1e9 / 8 / LINK.bytes_per_s
+    factor = float(speed.split()[4]) * 1e9 / 8 * PAYLOAD / LINK.bytes_per_s
     assert choose(predict_all(start.with_link_speed(factor * 1.1))).candidate.label == "all-reduce"
     assert choose(predict_all(start.with_link_speed(factor / 1.1))).candidate.label == "one-device"
     assert any("or more examples per batch and rank, all-reduce is fastest." in sentence for sentence in sentences)
@@ -354,13 +367,14 @@ def test_wrong_candidates_are_rejected(text: str, message: str) -> None:
         ("all-reduce", StrategyCandidate(strategy="all-reduce")),
         ("parameter-server", StrategyCandidate(strategy="parameter-server", consistency="sequential", servers=1)),
         ("sharded", StrategyCandidate(strategy="sharded")),
+        ("pipeline", StrategyCandidate(strategy="pipeline")),
     ],
 )
 def test_costs_are_recovered_from_steps(name: str, candidate: StrategyCandidate) -> None:
     machine = replace(MACHINE, num_cores=2, ranks_per_node=2)
     cost = StrategyCost(step_s=1e-3, parameter_s=2e-5, byte_s=3e-10)
     profiles = {
-        "few": model(1e-4, 256, 1),
+        "few": model(1e-4, 256, 2),
         "many": model(1e-3, 1024, 40),
         "large": model(5e-3, 4 * MB, 4),
     }

@@ -68,12 +68,14 @@ class LayerTimes:
         """The time of the last mark; None outside of the steps whose times are measured."""
         self._betweens_s: list[float] = []
         self._updates_s: list[float] = []
+        self._processor_s = self._layers_s = self._layers_used_s = 0.0
+        """The processor time at the last mark; the time and the processor time of all layers."""
         self._is_timed = False
 
     def begin_step(self, began_s: float) -> None:
         self._current = None
         if self._is_timed:
-            self._marked_s = began_s
+            self._marked_s, self._processor_s = began_s, time.process_time()
             times = [self._betweens_s, self._updates_s]
             for sums in self._layers.values():
                 times += [sums.forwards_s, sums.backwards_s]
@@ -100,6 +102,11 @@ class LayerTimes:
         self.synchronize()
         now_s = time.perf_counter()
         took_s, self._marked_s = now_s - self._marked_s, now_s
+        processor_s = time.process_time()
+        used_s, self._processor_s = processor_s - self._processor_s, processor_s
+        if self._current is not None or (is_backward and layer is not None):
+            self._layers_s += took_s
+            self._layers_used_s += used_s
         if is_backward and layer is not None:
             layer.backwards_s[-1] += took_s
         elif self._current is None:
@@ -172,6 +179,10 @@ class LayerTimes:
     def update_s(self) -> float:
         """Return the seconds of a step in the optimizers."""
         return statistics.median(self._updates_s)
+
+    def busy_cores(self) -> float:
+        """Return the mean number of cores that the layers use."""
+        return self._layers_used_s / self._layers_s if self._layers_s else 1.0
 
     def _find_layers(self, module: nn.Module) -> None:
         for name, layer in module.named_modules():

@@ -9,6 +9,7 @@ The measuring process writes no checkpoints.
 from __future__ import annotations
 
 import atexit
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -197,14 +198,15 @@ class StepProfiler:
             batch_size=max(self._batch_size, 1),
             optimizer_bytes=sum(tensor.nbytes for tensor in state),
             buffer_bytes=sum(buffer.nbytes for buffer in strategy.module.buffers()),
-            num_threads=torch.get_num_threads(),
+            busy_cores=self._layers.busy_cores(),
             is_on_gpu=strategy.device.type == "cuda",
         )
         return profile.scaled_to_steps()  # the hooks make steps slower
 
 
-def _losses(steps: Sequence[_MeasuredStep]) -> list[float]:
-    return [float("nan") if step.loss is None else float(step.loss) for step in steps]
+def _losses(steps: Sequence[_MeasuredStep]) -> list[float | None]:
+    values = [math.nan if step.loss is None else float(step.loss) for step in steps]
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def _wait_copies(directory: Path) -> None:
