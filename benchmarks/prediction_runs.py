@@ -97,7 +97,7 @@ class Pause(torch.autograd.Function):
         return inputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         time.sleep(2 * ctx.seconds)
         return gradients[0], torch.zeros_like(ctx.weights), None
 
@@ -110,7 +110,7 @@ class PausedLayer(nn.Module):
         self.weights, self.seconds = nn.Parameter(torch.zeros(round(kilobytes * 250))), ms / 1e3
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = Pause.apply(inputs, self.weights, self.seconds)  # type: ignore[no-untyped-call]
+        outputs: Tensor = Pause.apply(inputs, self.weights, self.seconds)
         return outputs
 
 
@@ -275,9 +275,8 @@ def undisturbed(run: Callable[[], _Result]) -> _Result:
 
 
 def _used_s() -> float:
-    """Return the processor time of all programs outside of the kernel, in seconds."""
-    times = psutil.cpu_times()
-    return float(times.user + times.nice)
+    """Return the processor time of all programs with normal priority outside of the kernel, in seconds."""
+    return float(psutil.cpu_times().user)
 
 
 def _own_s() -> float:

@@ -17,12 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
-from prediction_runs import COMPUTED, PAUSED, Host, emulated_hosts, load_modules, profile, record, undisturbed
+from prediction_runs import (  # type: ignore[import-not-found]
+    COMPUTED,
+    PAUSED,
+    Host,
+    emulated_hosts,
+    load_modules,
+    profile,
+    record,
+    undisturbed,
+)
 
 from paceline.environment import num_cores
 from paceline.planning.explaining import find_machine
@@ -181,7 +189,7 @@ def main() -> None:
     if options.hosts is not None:
         places = [Place(ranks=count, link=link) for link in options.link for count in options.hosts]
     local = ClusterShape(ranks_per_node=options.ranks if options.hosts is None else 2)
-    machine = find_machine(local, lambda text: print(text, file=sys.stderr), again=options.measure)
+    machine = find_machine(local, again=options.measure)
     load_modules()
     if not options.json:
         print(f"{'':<30}{''.join(f'{name:>8}' for name in COLUMNS)} winner")

@@ -42,6 +42,8 @@ _CANDIDATES: Final = {
     "sharded": StrategyCandidate(strategy="sharded"),
     "pipeline": StrategyCandidate(strategy="pipeline"),
 }
+_LAYERS: Final = 4
+"""The number of layers of each model, or more. A pipeline has at most as many stages."""
 _HALVINGS: Final = 40
 _MOST_RESULTS: Final = 1000
 
@@ -124,11 +126,12 @@ def _measure_strategies(machine: Machine, show: Callable[[str], None]) -> Machin
     show("measuring synthetic models without communication ...")
     profiles = command.profiles(ranks, max(machine.num_cores // ranks, 1), models)
     steps_s: dict[tuple[str, str], float] = {}
-    for name, candidate in _CANDIDATES.items():
+    measured = {name: candidate for name, candidate in _CANDIDATES.items() if name != "pipeline" or ranks <= _LAYERS}
+    for name, candidate in measured.items():
         show(f"measuring synthetic models under {name} ...")
         for model, records in command.records(candidate, ranks, _STEPS, models).items():
             steps_s[name, model] = measured_step_s(records)
-    for name in _CANDIDATES:
+    for name in measured:
         machine = fit_cost(machine, name, profiles, {model: steps_s[name, model] for model in profiles})
     return machine
 

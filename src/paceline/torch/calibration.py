@@ -19,7 +19,7 @@ from paceline.environment import environment
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.choosing import make_profiler, strategy
 
-MODELS: Final = {"few": (8, 2), "many": (16, 40), "large": (1024, 4)}
+MODELS: Final = {"few": (8, 4), "many": (16, 40), "large": (1024, 4)}
 """Width and number of the layers: few small parameters, many small parameters, and few large parameters."""
 _BATCH_SIZE: Final = 16
 _NUM_BATCHES: Final = 50
