@@ -225,9 +225,9 @@ class _Field(NamedTuple):
     """The values of a field: distribution, text and weights."""
 
     first: npt.NDArray[np.uint32]
-    """For each value of a draw's upper 16 bits, the first of its values, [segments]. The last value means missing."""
+    """The first value of each segment. A draw's upper 16 bits select the segment. The last value means missing."""
     width: npt.NDArray[np.uint32]
-    """For each value of a draw's upper 16 bits, the number of its values, [segments]."""
+    """The number of values of each segment. A draw's lower 16 bits select the value."""
     text: npt.NDArray[Any]
     """Little-endian uint64 [values]: up to eight characters, the first in the lowest byte, padded with zeros."""
     weight: npt.NDArray[np.int32]
