@@ -19,7 +19,7 @@ from paceline.rpc.wire.codec import Decoding, Encoding
 from paceline.transport import PADS
 
 _FAILED: Final = -1
-"""The size that a rank sends if it cannot encode its object. Then all ranks raise an error."""
+"""The size that a rank sends if it cannot encode its object. In this case, all ranks raise an error."""
 
 
 def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Any], root_rank: int) -> None:

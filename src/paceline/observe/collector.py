@@ -62,7 +62,7 @@ class ExchangeTimes:
         self._processes: dict[int, int] = {}
 
     def add(self, report: RankReport) -> Iterator[tuple[int, int, float]]:
-        """Add a rank's times. Yield rank, last rank and seconds for each rank that was earlier than the last one."""
+        """Add a rank's times. For each earlier rank, yield the rank, the last rank, and the seconds between them."""
         if self._processes.setdefault(report.rank, report.process) != report.process:
             return
         for number, time_s in report.arrivals:

@@ -1,7 +1,7 @@
 """Write the work of several ranks as a Chrome trace, which Perfetto and ``chrome://tracing`` show.
 
 The file is a JSON array. Each write replaces the bracket at the end of the file by new events and a bracket. So the
-file is valid JSON after each write, also if the process is killed later.
+file is valid JSON after each write, even if the process is killed later.
 
 If the process is killed during a write, Linux may cut the write between two pages of the file. No event lies in two
 pages, so the file then has only complete events, and no bracket at its end. Perfetto and ``chrome://tracing`` accept

@@ -43,7 +43,7 @@ _CANDIDATES: Final = {
     "pipeline": StrategyCandidate(strategy="pipeline"),
 }
 _LAYERS: Final = 4
-"""The number of layers of each model, or more. A pipeline has at most as many stages."""
+"""Each model has at least this number of layers, so pipelines have at most this number of stages."""
 _HALVINGS: Final = 40
 _MOST_RESULTS: Final = 1000
 

@@ -1,7 +1,7 @@
 """Play the tasks of a step on a virtual clock. Tasks share resources: processor cores, and the ports of a network.
 
-A task has a duration for the case that it runs alone, and loads: the fractions of resources that it uses meanwhile. If
-the loads of the running tasks on a resource add up to more than 1, these tasks become slower by this factor. Pure.
+A task has the duration that it takes alone, and loads: the fractions of resources that it uses during this time. If the
+loads of the running tasks on a resource add up to more than 1, these tasks become slower by this factor. Pure.
 """
 
 from __future__ import annotations

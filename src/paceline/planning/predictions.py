@@ -163,7 +163,7 @@ class Scenario:
     """Everything that a prediction depends on."""
 
     profile: ModelProfile
-    """Measured with as many processes on the machine as there are ranks on a node."""
+    """Measured with the number of processes that a node has ranks."""
     alone: ModelProfile
     """Measured with one process on the machine, which has all cores."""
     machine: Machine

@@ -98,8 +98,8 @@ class MeasuredCommand:
     ) -> list[StepRecord]:
         """Run the script under a strategy for `steps` steps, and return the record of each rank.
 
-        `step_s` is the predicted step. A longer prediction allows more time. With `target_loss`, the ranks end soon
-        after one of them has reached this loss. Raises UsageError and PeerError like :meth:`profile`.
+        `step_s` is the predicted time of a step. A longer prediction allows more time. With `target_loss`, the ranks
+        end soon after one of them has reached this loss. Raises UsageError and PeerError like :meth:`profile`.
         """
         return self.records(candidate, ranks, steps, [""], step_s, target_loss)[""]
 

@@ -43,7 +43,7 @@ class SimulatedNodes:
     predictions: list[StepPrediction]
 
     def efficiency(self, prediction: StepPrediction) -> float:
-        """Return the examples per second, as a share of the speed of equally many ranks without communication."""
+        """Return the examples per second, as a share of the speed of the same number of ranks without communication."""
         profile = self.scenario.profile
         alone = profile.batch_size / profile.compute_s * self.scenario.shape.num_ranks
         return prediction.examples_per_s / alone

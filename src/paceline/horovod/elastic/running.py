@@ -19,7 +19,8 @@ _log = logging.getLogger(__name__)
 _MOST_REPETITIONS: Final = 5
 """The number of times that the same ranks restart without progress."""
 _REPEATED_COMMITS: Final = 1
-"""A loop over ``state.batch`` repeats its last commit after each restart, so one commit is no progress."""
+"""A loop over ``state.batch`` repeats its last commit after each restart, so a single commit does not count as
+progress."""
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

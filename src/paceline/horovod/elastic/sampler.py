@@ -17,9 +17,9 @@ class ElasticSampler(Sampler[int]):
     """Yields this rank's part of the samples of an epoch that are not processed yet.
 
     The training loop must call :meth:`record_batch` after each batch, and commit the sampler in a
-    :class:`~paceline.horovod.elastic.TorchState`. Then each sample of an epoch is processed once, also if the ranks
-    change. All ranks have equally many samples: if the number of remaining samples is not a multiple of the number of
-    ranks, up to ``size() - 1`` samples are processed twice.
+    :class:`~paceline.horovod.elastic.TorchState`. Each sample of an epoch is then processed once, even if the ranks
+    change. All ranks have the same number of samples: if the number of remaining samples is not a multiple of the
+    number of ranks, up to ``size() - 1`` samples are processed twice.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -39,7 +39,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: Sized) -> None:
-        """Count the samples `indices` of this rank, and equally many of each other rank, as processed."""
+        """Count the samples `indices` of this rank, and the same number of samples of each other rank, as processed."""
         self.record_batch(0, len(indices))
 
     def state_dict(self) -> dict[str, Any]:

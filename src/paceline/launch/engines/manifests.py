@@ -25,9 +25,9 @@ Manifest: TypeAlias = dict[str, Any]
 
 KINDS: Final = ("job", "jobset", "trainjob")
 CONTAINER: Final = "node"
-"""Name of the container in the pods of a run, also in Kubeflow's runtime."""
+"""Name of the container in the pods of a run and in Kubeflow's runtime."""
 STATUSES_OF_SIGNALS: Final = (137, 143)
-"""Exit statuses of containers that were killed or asked to end."""
+"""Exit statuses of containers that ended with SIGKILL or SIGTERM."""
 _NUM_REPLACEMENTS: Final = 10
 """The largest average number of replacements of a pod in an elastic run, without pods that Kubernetes has removed."""
 _TLS_FOLDER: Final = "/etc/paceline/tls"

@@ -79,7 +79,7 @@ class PodLog:
         self._lines.put(line)
 
     def _read(self, *, is_last: bool) -> None:
-        """Read from the last line on. The end of the connection may cut a line; with `is_last` no line is cut."""
+        """Read from the last line on. An incomplete line at the end is read again later, except with `is_last`."""
         query = {"container": CONTAINER, "follow": "true", "timestamps": "true"}
         if self._last:
             query["sinceTime"] = self._last

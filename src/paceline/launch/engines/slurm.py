@@ -204,7 +204,7 @@ class Slurm(RunEngine):
                 self._print_output()
                 time.sleep(0.5)
             else:
-                report(f"job {job} still ends after {_CANCEL_S:g} s; check it with squeue")
+                report(f"job {job} has not ended within {_CANCEL_S:g} s of its cancellation; check it with squeue")
         self._print_output()
 
     def _print_output(self) -> None:

@@ -37,7 +37,7 @@ _OPTIONS: Final = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10
 _REPLY_S: Final = 120.0
 """Time limit for the login on a host, the import of Paceline, and the check of the request."""
 _ATTEMPT_S: Final = 30.0
-"""Time limit for each step of an attempt to start a lost host again. The other hosts' output waits meanwhile."""
+"""Time limit for each step of an attempt to start a lost host again. The other hosts' output waits for the attempt."""
 _CLOSE_S: Final = GRACE_S + 10.0
 _LOST_STATUS: Final = 255  # status of ssh if it cannot connect or loses the connection
 _SHOWN_CHARS: Final = 300

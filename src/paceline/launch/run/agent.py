@@ -39,7 +39,7 @@ def start_agent(
             try:
                 server = StoreServer(address, setup.token, Hello(role="launcher", name="node 0"), setup.tls)
             except AddressError as error:
-                report(f"no stacks and metrics of other nodes: {error}")
+                report(f"the stacks and metrics of other nodes are missing: {error}")
                 return
             stack.callback(server.close)
     place = JobPlace(address, setup.token, setup.tls)

@@ -49,8 +49,8 @@ class RunOptions:
     )
     stale: str | None = option("Stale gradients: accept (default), drop:N or compensate:STRENGTH.", panel=_SERVERS)
     replicas: int | None = option(
-        "parameter-server, hybrid: additional copies of each server's data, so that as many servers may die without "
-        "loss; default 0. mirrored, central-storage: replicas in the process; default one per device.",
+        "parameter-server, hybrid: additional copies of each server's data, so no data is lost if at most this number "
+        "of servers die; default 0. mirrored, central-storage: replicas in the process; default one per device.",
         panel=_FAILURES,
     )
     pushes: PushFlags = in_panel(_FAILURES, default=PushFlags())

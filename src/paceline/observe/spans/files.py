@@ -1,4 +1,4 @@
-"""Write a timeline as Chrome's JSON, or as Perfetto's protobuf. Both open at https://ui.perfetto.dev.
+"""Write a timeline as Chrome's JSON, or as Perfetto's protobuf. https://ui.perfetto.dev opens both.
 
 Formats: "Trace Event Format" (Chrome), and ``protos/perfetto/trace`` (Perfetto).
 """
@@ -24,7 +24,7 @@ _BEGIN, _END, _INSTANT, _COUNTER = 1, 2, 3, 4
 
 
 class FlowPoint(NamedTuple):
-    """A place that an arrow of a flow begins at, passes or ends at."""
+    """A point of a flow's arrow: its start, a step or its end."""
 
     flow: int
     place: str
@@ -50,7 +50,7 @@ class TimelineCounter(NamedTuple):
 
 
 class SpanTrack(NamedTuple):
-    """A row of a process in the timeline: spans, of which each two are nested or do not overlap, or a counter."""
+    """A row of a process in the timeline: spans, any two of which are nested or do not overlap, or a counter."""
 
     process: int
     """The position of the process in the timeline."""

@@ -197,7 +197,7 @@ def _flows(processes: Sequence[ProcessEvents], *, may_be_joined: bool) -> dict[t
 
 
 def _lanes(spans: Sequence[TimelineSpan]) -> list[list[TimelineSpan]]:
-    """Divide spans into lanes, in which each two spans are nested or do not overlap."""
+    """Divide spans into lanes. Any two spans of a lane are nested or do not overlap."""
     lanes: list[list[TimelineSpan]] = []
     stacks: list[list[TimelineSpan]] = []
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):

@@ -146,7 +146,7 @@ class StepSpans:
             self._phase = self._recorder.begin(_phase(phase), self._number, thread=self._thread)
 
     def end_loop(self) -> None:
-        """End the loop. A step in which it got no batch does not count. The next loop continues with the next step."""
+        """End the loop. A step without a batch does not count. The next loop continues with the next step."""
         self._end()
         self._number -= self._is_empty
         self._is_empty = False

@@ -48,7 +48,7 @@ class WatchedProcess(Struct, frozen=True):
 
     @property
     def rank(self) -> int | None:
-        """The process's rank; None if it is no rank."""
+        """The process's rank; None if it is not a rank."""
         role, _, number = self.name.partition(" ")
         return int(number) if role == "rank" and number.isdigit() else None
 
@@ -154,7 +154,7 @@ def _open(path: Path, undo: contextlib.ExitStack) -> int:
 
 
 def read_processes(folder: Path) -> list[WatchedProcess]:
-    """Return the processes in a job's folder, also those that have ended, in the order of their names."""
+    """Return the processes in a job's folder, including those that have ended, in the order of their names."""
     found = []
     for path in folder.glob("*.json"):
         with contextlib.suppress(OSError, msgspec.DecodeError):

@@ -165,7 +165,7 @@ class FlightRecorder:
 
 
 def append_line(descriptor: int, line: bytes) -> None:
-    """Append a line to a file; a full disk loses the line."""
+    """Append a line to a file; if the disk is full, the line is lost."""
     with contextlib.suppress(OSError):
         os.write(descriptor, line + b"\n")
 
