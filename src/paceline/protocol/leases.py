@@ -8,7 +8,9 @@ All ranks have equal :class:`EpochLeases`, because they make the same calls in t
    ranks' numbers of items in this round.
 2. The items of a round are leased when it begins. A committed step uses the items of the ranks that contribute to it.
    The other leases end, and their items are leased again before all later items.
-3. If every step must have the same number of items, a step is committed only when the contributing ranks hold all its
+3. A step may also have several rounds that ranks apply one after another, before they exchange anything. Then the items
+   that a rank had applied before its death are in the committed step too.
+4. If every step must have the same number of items, a step is committed only when the contributing ranks hold all its
    items. Until then these ranks keep their leases, and more rounds replace the missing items.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -121,6 +123,8 @@ class _Lease:
     parts: tuple[int, ...]
     members: list[int | None]
     """The incarnations of the ranks of the round; None for a rank whose items were returned."""
+    number: int
+    """The number of the round since the last committed step."""
 
     def numbers(self, places: Collection[int]) -> list[int]:
         """Return the numbers of the items that were leased to the ranks `places`."""
@@ -148,27 +152,39 @@ class EpochLeases:
         """Whether no step has begun."""
         return not self._leases
 
-    def lease(self, parts: tuple[int, ...], members: Iterable[int]) -> None:
-        """Lease the next items to the ranks of a round; `parts` are the ranks' numbers of items."""
-        self._leases.append(_Lease(self.remaining, parts, list(members)))
+    @property
+    def members(self) -> set[int]:
+        """The members that hold items."""
+        return {member for lease in self._leases for member in lease.members if member is not None}
+
+    def lease(self, parts: tuple[int, ...], members: Iterable[int], number: int = 0) -> None:
+        """Lease the next items to the ranks of a round; `parts` are the ranks' numbers of items.
+
+        `number` is the number of the round since the last committed step, for :meth:`keep`.
+        """
+        self._leases.append(_Lease(self.remaining, parts, list(members), number))
         self.remaining = self.remaining.after(sum(parts))
 
     def lacks(self, contributors: Collection[int]) -> bool:
         """Return whether a member that is not a contributor holds items."""
         return any(lease.numbers(_other(lease.members, contributors)) for lease in self._leases)
 
-    def keep(self, contributors: Collection[int]) -> None:
-        """Give the leased items of all members except the contributors back to :attr:`remaining`."""
+    def keep(self, contributors: Collection[int], applied: Mapping[int, int] | None = None) -> None:
+        """Give the leased items of all members except the contributors back to :attr:`remaining`.
+
+        `applied` has the number of rounds that other members had applied since the last committed step.
+        """
         for lease in self._leases:
-            lost = _other(lease.members, contributors)
+            kept = {member for member, count in (applied or {}).items() if lease.number < count}
+            lost = _other(lease.members, kept.union(contributors))
             if lost:
                 self.remaining = self.remaining.with_returned(lease.numbers(lost))
             for place in lost:
                 lease.members[place] = None
 
-    def commit(self, contributors: Collection[int]) -> None:
-        """End all leases; the contributors' items are in the committed step."""
-        self.keep(contributors)
+    def commit(self, contributors: Collection[int], applied: Mapping[int, int] | None = None) -> None:
+        """End all leases; the contributors' items, and the `applied` items, are in the committed step."""
+        self.keep(contributors, applied)
         self._leases = []
 
     def without_step(self) -> Remaining:

@@ -22,7 +22,7 @@ class ElasticFlags:
     panel: ClassVar = "Failures"
 
     min_ranks: int | None = option(
-        "all-reduce, hybrid: continue without ranks and nodes that die, while at least this many ranks live; paceline "
+        "all-reduce, parameter-server, hybrid: continue without ranks and nodes that die, while at least this many ranks live; paceline "
         "run also replaces them, and without this option a death ends its run."
     )
     global_batch: int | None = option(
@@ -77,8 +77,9 @@ class ElasticOptions(StrategyOptions):
         return cls.decode(environment.strategy_options)
 
 
-ELASTIC_STRATEGIES: Final = ("all-reduce", "hybrid")
+ELASTIC_STRATEGIES: Final = ("all-reduce", "parameter-server", "hybrid")
 ELASTIC_FLAGS: Final = ("min_ranks", "global_batch", "balance", "drop_stragglers", "max_changes")
+NO_STRAGGLERS: Final = "not supported by strategy parameter-server. Leave it out, or choose hybrid or all-reduce"
 NO_GLOBAL_BATCH: Final = "not supported with parameter servers, because they apply each rank's gradients separately"
 ELASTIC_ADVICE: Final = (
     "Start the script by paceline run --min-ranks N, or set PACELINE_COORDINATOR to the address of paceline coordinator"
@@ -127,6 +128,13 @@ def choose_with_servers(given: Mapping[str, Any], processes: int | None) -> Stra
     if given.get("global_batch") is not None:
         raise UsageError(f"--global-batch {given['global_batch']}: {NO_GLOBAL_BATCH}. Leave it out")
     return _choose(given, processes)
+
+
+def choose_with_parameters(given: Mapping[str, Any], processes: int | None) -> StrategyOptions | None:
+    """Check the flags of an elastic training whose parameters are on servers, as :func:`choose_elastic` does."""
+    if given.get("drop_stragglers") is not None:
+        raise UsageError(f"--drop-stragglers {given['drop_stragglers']:g}: {NO_STRAGGLERS}")
+    return choose_with_servers(given, processes)
 
 
 ALL_REDUCE: Final = StrategySpec(

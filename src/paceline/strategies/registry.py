@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline.command_options import given_values
 from paceline.errors import UsageError
-from paceline.strategies.elastic import ALL_REDUCE, ELASTIC_FLAGS, ElasticFlags, choose_with_servers
+from paceline.strategies.elastic import (
+    ALL_REDUCE,
+    ELASTIC_FLAGS,
+    ElasticFlags,
+    choose_with_parameters,
+    choose_with_servers,
+)
 from paceline.strategies.pipeline import PIPELINE, PipelineFlags
 from paceline.strategies.sharding import SHARDED, ShardingFlags
 from paceline.strategies.spec import StrategyOptions, StrategySpec
@@ -47,8 +53,12 @@ STRATEGIES: Final[dict[str, StrategySpec]] = {
             name="parameter-server",
             meaning="one process per device, parameters and their updates on servers",
             implementation=f"{_TORCH}.server.parameter_server:ParameterServer",
+            elastic_implementation=f"{_TORCH}.elastic.parameter_server:ElasticParameterServer",
             consistency="sequential",
             filters=("tables",),
+            flags=ELASTIC_FLAGS,
+            without_flags=ALL_REDUCE.without_flags,
+            choose_options=choose_with_parameters,
             neutral_settings=("unused", "bucket_mb", "overlap", "timeout"),
         ),
         StrategySpec(
@@ -208,10 +218,9 @@ def _check_flags(spec: StrategySpec, given: dict[str, Any]) -> None:
                 f"--{name.replace('_', '-')}" + ("" if given[name] is True else f" {given[name]}") for name in wrong
             )
             reason, instead = other.without_flags, ""
-            choice = "hybrid" if "min_ranks" in wrong and spec.has_servers else other.name
             if "min_ranks" in wrong and spec.only_copies:
                 reason += f", because each rank has the only copy of {spec.only_copies}"
                 instead = " and call strategy.save() and strategy.load()"
                 if spec.takes_snapshots:
                     instead = " and pass --snapshot-dir DIR, so that the next start continues from the last snapshot"
-            raise UsageError(f"strategy {spec.name} {reason}. Leave {shown} out{instead}, or choose {choice}")
+            raise UsageError(f"strategy {spec.name} {reason}. Leave {shown} out{instead}, or choose {other.name}")

@@ -19,9 +19,8 @@ from paceline.environment import Timeout, environment, naming, timedelta_of
 from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
-from paceline.strategies import is_elastic
 from paceline.torch.gradient_filters import check_compression, compress, filter_hook, launcher_filters
-from paceline.torch.strategies.base import Strategy, as_one, named_parameters
+from paceline.torch.strategies.base import Strategy, as_one, check_not_elastic, named_parameters
 from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.devices import choose_device
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
@@ -109,11 +108,7 @@ class AllReduce(Strategy):
 
     def _meet(self, timeout: timedelta, backend: str) -> Ranks:
         """Connect the ranks of the training, initialize ``torch.distributed``, and return the ranks."""
-        if is_elastic(environment()):
-            raise UsageError(
-                f"{type(self).__name__}() in an elastic training (--min-ranks or PACELINE_COORDINATOR): create the "
-                "strategy by paceline.torch.strategy()"
-            )
+        check_not_elastic(self)
         return Ranks.meet(timeout, backend=backend)
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:

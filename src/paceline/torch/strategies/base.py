@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +20,7 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.observe import recording
 from paceline.observe.notebooks import NotebookTable
+from paceline.strategies import is_elastic
 from paceline.torch.embeddings import Embedder, ReplicatedTables, RowTables, find_embeddings
 from paceline.torch.strategies.agreement import (
     describe_optimizers,
@@ -252,13 +253,29 @@ class Strategy(Closing, NotebookTable, ABC):
         """Return the store of the embeddings' rows."""
         return ReplicatedTables(self._ranks.group)
 
+    # The ranks of an elastic training call the next methods.
+
     @property
     def iteration(self) -> int:
         """The number of the current iteration on servers; 0 without servers."""
         return 0
 
+    def transferred_state(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers that a new rank receives from rank 0, by name."""
+        assert self.module is not None
+        return state_of(self.module)
+
     def join_iterations(self, number: int) -> None:
-        """Take part in the servers' iterations from `number` on, on a new rank of an elastic training."""
+        """On a new rank that has received the state, take part in the servers' iterations from `number` on."""
+
+    def end_transfer(self) -> None:
+        """Record that new ranks have received the state, on every rank."""
+
+    def begin_batch(self, share: float) -> None:
+        """Record that the training loop receives a batch.
+
+        `share` is this rank's number of samples divided by the mean of the ranks' numbers.
+        """
 
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
         """Return a context in which ``backward()`` only adds to the gradients, without messages.
@@ -396,15 +413,25 @@ class _Models(nn.ModuleList):
     """The models of a strategy, if there are several."""
 
 
+def check_not_elastic(strategy: Strategy) -> None:
+    """Raise UsageError in an elastic training, for which ``strategy()`` creates strategies of another class."""
+    if is_elastic(environment()):
+        raise UsageError(
+            f"{type(strategy).__name__}() in an elastic training (--min-ranks or PACELINE_COORDINATOR): create the "
+            "strategy by paceline.torch.strategy()"
+        )
+
+
 def as_one(models: list[nn.Module]) -> nn.Module:
     """Return one module that contains all `models`; for a single model, the model itself."""
     return models[0] if len(models) == 1 else _Models(models)
 
 
-def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+def state_of(module: nn.Module, without: Collection[torch.Tensor] = frozenset()) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by name, without the empty anchors of embeddings."""
     state = module.state_dict(keep_vars=True).items()
-    return {name: tensor.detach() for name, tensor in state if isinstance(tensor, torch.Tensor) and tensor.numel()}
+    tensors = {name: tensor for name, tensor in state if isinstance(tensor, torch.Tensor) and tensor not in without}
+    return {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
@@ -87,6 +88,29 @@ class Ranks:
     def exchange(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, by rank. Values must have a type that msgpack supports."""
         return [value] if self.group is None else self.group.all_gather_objects(value)
+
+    def share(self, key: str, value: Any) -> Any:
+        """Return the value of rank 0. Ranks that join an elastic training later get it too, by its unique `key`."""
+        return self.exchange(value)[0]
+
+    def call_on_first(self, function: Callable[[], None]) -> None:
+        """Call a function on rank 0. Every rank must call this method.
+
+        If rank 0 of an elastic training dies during the call, the next rank 0 calls the function from its beginning.
+        """
+        if self.rank == 0:
+            function()
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite the tensors of every rank with the values of rank 0. They may have any dtype and device."""
+        if self.group is None:
+            return
+        with torch.no_grad():
+            for tensor in tensors:
+                if tensor.numel():
+                    values = tensor.detach().to("cpu", copy=True).contiguous()
+                    self.group.broadcast(values.reshape(-1).view(torch.uint8).numpy())
+                    tensor.copy_(values)
 
     def exchange_as(self, doing: str, value: Any) -> list[Any]:
         """Exchange values. If the ranks pass a different `doing`, such as "saves", raises UsageError on every rank."""

@@ -12,7 +12,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.kernels.checksum import xxh64
 from paceline.protocol.healing import divide_state
-from paceline.torch.strategies.base import Strategy, state_of
+from paceline.torch.strategies.base import Strategy
 
 _CHECKSUM_BYTES: Final = 32
 """The kernel of the checksum accepts only multiples of this number of bytes."""
@@ -28,7 +28,6 @@ class StateTensors:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        assert strategy.module is not None
         self._strategy = strategy
         self.registered, registered = strategy.registered.encode()
         """The registered states without their tensors."""
@@ -37,7 +36,7 @@ class StateTensors:
         self.options: list[Any] = []
         """Optimizer state that is not a tensor: number of the optimizer, number of the parameter, key and value."""
         families: dict[Any, list[str]] = {}
-        for name, tensor in state_of(strategy.module).items():
+        for name, tensor in strategy.transferred_state().items():
             memory = _memory_key(tensor)
             if memory not in families:
                 self.by_name[f"model/{name}"] = tensor

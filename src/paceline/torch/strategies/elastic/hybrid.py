@@ -36,11 +36,6 @@ class ElasticHybrid(Hybrid, ElasticAllReduce):
         return None  # the number of a dead rank may still be in use
 
     @property
-    def _has_effect(self) -> bool:
-        """Whether this process takes part in the training, and has the training's state."""
-        return self.has_joined and self._elastic.is_ready
-
-    @property
     @override
     def iteration(self) -> int:
         return 0 if self._client is None else self._client.clock

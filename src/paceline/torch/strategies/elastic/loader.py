@@ -171,7 +171,7 @@ class ElasticLoader(Loader):
         is_repeating = snapshots is not None and snapshots.is_repeating
         num_steps = 0
         while True:
-            self._training.steps.settle()  # end these leases before newcomers receive the position
+            self._training.settle()  # end these leases before newcomers receive the position
             if not is_repeating and self._training.admit_newcomers(epoch):
                 num_steps = 0
             if not self._training.has_joined:
@@ -185,9 +185,12 @@ class ElasticLoader(Loader):
                 num_steps += 1
             batch, dealt = next(batches, (None, None))
             if dealt is None:
+                if self._training.settle(is_over=True):
+                    continue  # items of a dead rank may remain
                 break
-            self._training.steps.receive(self._weight_of(dealt, batch), is_last=dealt.is_last)
-            leases.lease(dealt.parts, division[0])
+            self._training.receive(self._weight_of(dealt, batch), is_last=dealt.is_last)
+            leases.lease(dealt.parts, division[0], self._training.steps.num_since_exchange - 1)
+            self._strategy.begin_batch(dealt.num_own * len(dealt.parts) / sum(dealt.parts))
             self._report(position.epoch, leases.remaining)
             yield batch
         if self._leases is leases:

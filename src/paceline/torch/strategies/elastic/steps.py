@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 
 from paceline.protocol.leases import EpochLeases
 
@@ -11,10 +11,14 @@ class ElasticSteps:
     """Records the steps of a training. A step has one or more batches and ends with an exchange of gradients.
 
     `global_batch` is the constant number of samples in a step; None if a step has one batch of each rank.
+
+    If servers update the parameters, ranks do not exchange gradients. They exchange only their progress, after
+    `batches_per_exchange` batches of each rank. A step then has these batches.
     """
 
-    def __init__(self, global_batch: int | None) -> None:
+    def __init__(self, global_batch: int | None, batches_per_exchange: int | None = None) -> None:
         self.global_batch = global_batch
+        self.batches_per_exchange = batches_per_exchange
         self.num_batches = 0
         """Number of batches that this rank has received."""
         self.is_first_batch = True
@@ -25,8 +29,12 @@ class ElasticSteps:
         """Whether the step is complete, so that the optimizer may use the gradients."""
         self.has_exchanged = False
         """Whether the ranks have ever exchanged gradients."""
+        self.num_since_exchange = 0
+        """Number of batches that this rank has received since the last exchange."""
         self._weight = 1.0
         self._is_weight_taken = True
+        self._applied: Mapping[int, int] = {}
+        """The number of batches, since the last exchange, whose gradients dead ranks had sent, by incarnation."""
         self._leases: dict[Hashable, EpochLeases] = {}
         """The leases of the running epochs, by loader."""
         self._contributors: set[int] | None = None
@@ -53,6 +61,7 @@ class ElasticSteps:
             self._weight, self._is_weight_taken = 0.0, False
         self._weight += weight
         self.num_batches += 1
+        self.num_since_exchange += 1
         if self.global_batch is not None:
             self.is_last_batch, self.is_complete = is_last, False
 
@@ -70,9 +79,20 @@ class ElasticSteps:
         """Return whether samples of the global batch belong to ranks that are not among the contributors."""
         return self.global_batch is not None and any(leases.lacks(contributors) for leases in self._leases.values())
 
-    def exchanged(self, contributors: Collection[int], *, is_complete: bool) -> None:
-        """Record an exchange of gradients among the contributors."""
+    @property
+    def members(self) -> set[int]:
+        """The members with items in the current step."""
+        return {member for leases in self._leases.values() for member in leases.members}
+
+    def exchanged(
+        self, contributors: Collection[int], *, is_complete: bool, applied: Mapping[int, int] | None = None
+    ) -> None:
+        """Record an exchange of gradients, or of progress, among the contributors.
+
+        `applied` has the numbers of batches, since the last exchange, that servers have applied for dead ranks.
+        """
         self.is_complete, self.has_exchanged = is_complete, True
+        self.num_since_exchange, self._applied = 0, applied or {}
         self._contributors = set(contributors).intersection(self._contributors or contributors)
 
     def settle(self) -> None:
@@ -82,6 +102,6 @@ class ElasticSteps:
         contributors, self._contributors = self._contributors, None
         for leases in self._leases.values():
             if self.is_complete:
-                leases.commit(contributors)
+                leases.commit(contributors, self._applied)
             else:
                 leases.keep(contributors)

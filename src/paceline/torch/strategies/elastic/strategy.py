@@ -7,30 +7,19 @@ import functools
 import types
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from paceline.collectives import Group
-from paceline.collectives.elastic import ElasticGroup
-from paceline.environment import environment, timedelta_of
 from paceline.errors import UsageError
-from paceline.meeting.own_launcher import OwnLauncher
-from paceline.strategies import NO_GLOBAL_BATCH
 from paceline.torch.embeddings import RowTables
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.deferred import is_stand_in
+from paceline.torch.strategies.elastic.base import ElasticStrategy
 from paceline.torch.strategies.elastic.gradients import ElasticGradients
-from paceline.torch.strategies.elastic.loader import ElasticLoader
-from paceline.torch.strategies.elastic.place import find_place
-from paceline.torch.strategies.elastic.state import StateTransfer, broadcast_copies
-from paceline.torch.strategies.elastic.steps import ElasticSteps
-from paceline.torch.strategies.elastic.training import ElasticTraining
-from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks, be_alone
 from paceline.torch.strategies.reached import Reached
 from paceline.torch.strategies.replicas.replica import Replica
@@ -38,34 +27,7 @@ from paceline.torch.strategies.replicas.replica import Replica
 _UNSUPPORTED = ("join", "compression", "filters", "sync_batch_norm", "find_unused_parameters", "static_graph")
 
 
-class _ElasticRanks(Ranks):
-    """The current ranks of an elastic training. Before it joins, a newcomer is the only rank of its own group."""
-
-    def __init__(self, group: ElasticGroup, local_rank: int, launcher: OwnLauncher | None) -> None:
-        # ElasticGroup has the methods of Group that all-reduce uses.
-        super().__init__(local_rank=local_rank, group=cast(Group, group))
-        self._elastic = group
-        self._launcher = launcher
-
-    @property
-    @override
-    def rank(self) -> int:
-        # Before it joins, a newcomer must not be rank 0, because rank 0 prints and writes.
-        return self._elastic.rank if self._elastic.quorum else max(self.local_rank, 1)
-
-    @property
-    @override
-    def size(self) -> int:
-        return self._elastic.size
-
-    @override
-    def close(self) -> None:
-        super().close()
-        if self._launcher is not None:
-            self._launcher.close()
-
-
-class ElasticAllReduce(AllReduce):
+class ElasticAllReduce(ElasticStrategy, AllReduce):
     """All-reduce over ranks that may die, and join, during the training.
 
     If a rank dies, the other ranks average their gradients again without it. The mean is over the samples of all
@@ -91,43 +53,25 @@ class ElasticAllReduce(AllReduce):
                 raise UsageError(f"{name}={options[name]!r}: not supported with --min-ranks. Leave it out")
         if global_batch is not None and global_batch < 1:
             raise UsageError(f"global_batch={global_batch}: expected 1 or more")
-        self._place = find_place(timedelta_of(options.get("timeout", DEFAULT_TIMEOUT)))
-        self._steps = ElasticSteps(global_batch or self._place.options.global_batch)
-        if self._steps.global_batch is not None and not self.takes_global_batch:
-            raise UsageError(f"--global-batch {self._steps.global_batch}: {NO_GLOBAL_BATCH}. Leave it out")
+        self._find_place(options.get("timeout", DEFAULT_TIMEOUT), global_batch)
         self._has_balance = balance or self._place.options.balance
         if self._has_balance and self._steps.global_batch is None:
             raise UsageError("balance=True: needs a global batch. Pass global_batch=N too")
         super().__init__(**options)
         self._wraps = True
-        self._training = ElasticTraining(self, self._elastic, self._steps)
-        if self._elastic.has_state:
-            self._elastic.enter()
-            self._elastic.barrier()  # an exchange, after which all ranks are contributors
+        self._enter()
 
     @override
     def _meet(self, timeout: timedelta, backend: str) -> Ranks:
-        self._elastic = self._place.connect(timeout, self._steps.global_batch if self._has_balance else None)
+        ranks = self._connect(timeout, self._steps.global_batch if self._has_balance else None)
         if not dist.is_initialized():
             be_alone(backend, timeout)
-        return _ElasticRanks(self._elastic, environment().local_rank or 0, self._place.launcher)
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether this process takes part in the training; False for a newcomer that has not joined."""
-        return self._training.has_joined
+        return ranks
 
     @property
     def is_step_complete(self) -> bool:
         """Whether the last ``backward()`` completed a step; False if the global batch needs more batches."""
         return self._steps.is_complete
-
-    @property
-    @override
-    def data_place(self) -> tuple[int, int]:
-        contributors, _ = self._training.division
-        own = self._elastic.member
-        return contributors.index(own) if own in contributors else len(contributors), len(contributors)
 
     @override
     def prepare(self, *given: Any, **named: Any) -> Any:
@@ -135,17 +79,13 @@ class ElasticAllReduce(AllReduce):
         prepared = super().prepare(*given, **named)
         for scheduler in self.schedulers[num_schedulers:]:
             self._delay_steps(scheduler)
-        StateTransfer(self).describe()  # raise UsageError now, not when a newcomer joins
         return prepared
-
-    @override
-    def prepare_loader(self, loader: Any, *, shard: bool = True, prefetch: bool = False) -> Loader:
-        return ElasticLoader(loader, self, self._training, shard=shard, trains=prefetch)
 
     @override
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         for model in models:
-            self._share_initial_values(model)
+            tensors = (*model.parameters(), *model.buffers())
+            self._ranks.broadcast(tensor for tensor in tensors if tensor.numel() and not is_stand_in(tensor))
         for optimizer in optimizers:
             self._delay_steps(optimizer)
         return super()._spread(models, optimizers)
@@ -174,15 +114,6 @@ class ElasticAllReduce(AllReduce):
             raise UsageError("--global-batch accumulates gradients itself. Leave no_sync() and accumulate() out")
         with super().no_sync():
             yield
-
-    @torch.no_grad()
-    def _share_initial_values(self, model: nn.Module) -> None:
-        """Copy rank 0's parameters and buffers to all ranks."""
-        tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
-        tensors = [tensor.detach() for tensor in tensors if not is_stand_in(tensor)]
-        values = self._elastic.exchange(lambda group: broadcast_copies(group, tensors, 0))
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
 
     @override
     def _wrap(self, model: nn.Module, reached: Reached | None) -> Replica:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from functools import partial
 
+from paceline.collectives import Group
 from paceline.collectives.elastic import ElasticGroup
 from paceline.collectives.start import load_kernels
 from paceline.errors import GroupClosedError
@@ -33,6 +35,8 @@ class ElasticTraining:
         """Whether this process has joined and not begun a step since."""
         self.has_computed_alone = False
         """Whether this process, as a newcomer, has computed a batch alone."""
+        self._step_start = 0
+        """The number of the group's exchanges before this rank's first batch of the current step."""
         self._has_compared_names = False
         """Whether this process has compared the names of its registered states with those of the other ranks."""
 
@@ -88,6 +92,45 @@ class ElasticTraining:
     def _epoch_key(self, loader: Loader, epoch: int) -> str:
         return f"epoch {epoch} of loader {self._strategy.loaders.index(loader)}"
 
+    def receive(self, weight: float, *, is_last: bool) -> None:
+        """Record that this rank receives a batch, as :meth:`ElasticSteps.receive`."""
+        if not self.steps.num_since_exchange:
+            self._step_start = self._group.num_exchanges
+        self.steps.receive(weight, is_last=is_last)
+
+    def publish_progress(self) -> None:
+        """Record that the servers have applied the gradients of all batches that this rank has received.
+
+        If this rank dies later, other ranks do not compute these batches again.
+        """
+        self._group.publish(f"{self._step_start} {self.steps.num_since_exchange}".encode())
+
+    def settle(self, *, is_over: bool = False) -> bool:
+        """Between two batches, end the leases of the items in committed steps.
+
+        If servers update the parameters, and a step is complete or the epoch's items are over (`is_over`), the ranks
+        first exchange their progress. Return whether they did.
+        """
+        limit, count = self.steps.batches_per_exchange, self.steps.num_since_exchange
+        is_due = limit is not None and count >= (1 if is_over else limit)
+        if is_due:
+            applied = self._group.exchange(self._share_progress, is_step=True)
+            self.steps.exchanged(self._group.contributors, is_complete=True, applied=applied)
+        self.steps.settle()
+        return is_due
+
+    def _share_progress(self, group: Group) -> Mapping[int, int]:
+        """Return the numbers of batches in this step that the servers have applied for dead ranks, by incarnation."""
+        group.barrier()  # a rank that ends this function has evidence that all ranks have ended the step
+        dead = sorted(self.steps.members.difference(self._group.ready))
+        if not dead:
+            return {}
+        counts = None
+        if group.rank == 0:
+            values = [(self._group.published(member) or b"-1 0").split() for member in dead]
+            counts = [int(count) if int(start) == self._step_start else 0 for start, count in values]
+        return dict(zip(dead, group.broadcast_object(counts, root=0), strict=True))
+
     def admit_newcomers(self, epoch: int) -> bool:
         """Between two steps, let waiting processes join, and exclude a straggler, which then computes alone.
 
@@ -118,9 +161,12 @@ class ElasticTraining:
         if not self._group.has_newcomers:
             self._transfer = None
             return
+        is_urgent |= self.steps.batches_per_exchange is not None  # the servers have the largest part of the state
         transfer = self._transfer = self._transfer or StateTransfer(self._strategy)
         may_share_part = self._group.heal(partial(transfer.share, is_urgent=is_urgent))
         transfer.load()
+        if transfer.is_over:
+            self._strategy.end_transfer()
         if may_share_part:
             transfer.share_part(self._group)
             # The first call of a compiled function is slow. Load the function before all ranks wait for it.

@@ -67,8 +67,8 @@ class DenseParameters:
         """Whether backwards only add to the gradients, without sending them."""
         # Servers that sum the workers' gradients need gradients that are divided by the number of workers.
         adds_up = isinstance(self._consistency, Sequential) and self._consistency.aggregate == "sum"
-        staging = Staging(device, 1.0 / ranks.size if adds_up else 1.0)
-        self._push_pull = PushPull(client, staging, ranks.rank)
+        self._staging = Staging(device, ranks if adds_up else None)
+        self._push_pull = PushPull(client, self._staging, ranks.rank)
         self._undo: list[Callable[[], None]] = []
 
     def follow(self, model: nn.Module) -> None:
@@ -93,7 +93,8 @@ class DenseParameters:
                     "to one optimizer, or choose --strategy all-reduce"
                 )
         buckets = list(dict.fromkeys(bucket for slot in slots for bucket in slot.buckets))
-        tables = DenseTables(self._client, self._ranks, optimizer, groups, "dense", self._filters)
+        prefix = f"dense {len(self._parts)}"
+        tables = DenseTables(self._client, self._ranks, optimizer, groups, prefix, self._filters)
         self._parts[optimizer] = _OptimizerParameters(tables, slots, buckets)
         self._of_parameter |= {slot.parameter: slot for slot in slots}
         self.hands_on.add(slots)
@@ -114,6 +115,31 @@ class DenseParameters:
     @property
     def _buckets(self) -> list[Bucket]:
         return [bucket for part in self._parts.values() for bucket in part.buckets]
+
+    def set_share(self, share: float) -> None:
+        """Set this rank's number of samples in the next iteration, divided by the mean over the ranks.
+
+        Under sequential consistency, gradients are multiplied by `share`. Under other consistencies, the servers apply
+        each rank's gradients separately, so only a share of 0 matters: gradients without own samples are not sent.
+        """
+        if not isinstance(self._consistency, Sequential):
+            share = float(share > 0)
+        self.hands_on.share = self._staging.share = share
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Drop the gradients of a step, on a rank whose steps have no effect."""
+        if optimizer in self._parts:
+            self._begin_iteration(self._parts[optimizer])
+
+    @property
+    def num_steps(self) -> list[int]:
+        """Each optimizer's number of steps."""
+        return [part.tables.num_steps for part in self._parts.values()]
+
+    @num_steps.setter
+    def num_steps(self, counts: Iterable[int]) -> None:
+        for part, count in zip(self._parts.values(), counts, strict=True):
+            part.tables.num_steps = count
 
     def close(self, *, at_once: bool) -> None:
         try:
@@ -143,8 +169,7 @@ class DenseParameters:
         # this worker's tick. Under other consistencies they apply to all gradients that arrive later.
         self.wait_all()
         self.write_back()
-        if self._ranks.rank == 0:
-            tables.follow_rules()
+        tables.follow_rules()
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Send the remaining gradients, end the iteration, and request the new values."""
@@ -267,8 +292,7 @@ class DenseParameters:
         self.wait_all()
         self.hands_on.meet()
         tables = self._parts[optimizer].tables
-        if self._ranks.rank == 0:
-            tables.follow_rules()
+        tables.follow_rules()
         tables.write(state)
         self.pull_all()
 
@@ -308,8 +332,7 @@ def write_back(written: Sequence[Slot], ranks: Ranks, tables: DenseTables) -> No
                 f"parameter {name or written[0].name!r} was written to after prepare(), but rank {rank} has other "
                 "values than rank 0: write the same on every rank (with equal random seeds), or before prepare()"
             )
-    if ranks.rank == 0:
-        tables.assign(written)
+    ranks.call_on_first(lambda: tables.assign(written))
     for slot in written:
         slot.values.reset()
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.filters import Filter
-from paceline.ps import Client, DenseTable, UpdateRule, read_records, write_records
+from paceline.ps import Client, DenseTable, UpdateRule, read_records, to_fields, write_records
 from paceline.tables.bucket_arrays import bucket_width
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.server.watched import GradientWatch, ValueWatch, gradient_of, memory_of
@@ -153,8 +153,10 @@ class DenseTables:
         self._optimizer = optimizer
         self.groups = groups
         # The names contain a random token, because tables of earlier trainings remain on the servers.
-        token = ranks.exchange(secrets.token_hex(4))[0]
+        token = ranks.share(prefix, secrets.token_hex(4))
         self.rules: list[UpdateRule] = [rule_of(optimizer, group) for group in optimizer.param_groups]
+        self._sent: list[UpdateRule | None] = [*self.rules]
+        """The rules that this rank knows to be on the servers."""
         self.tables: list[DenseTable | None] = [
             client.dense_table(
                 f"{prefix} {token} group {position}",
@@ -171,34 +173,45 @@ class DenseTables:
             for bucket in (bucket for slot in slots for bucket in slot.buckets):
                 assert table is not None
                 bucket.table = table
+        # Servers accept the declared rule, also after another rank has changed it.
+        self._specs = {
+            table: table.spec.with_update(to_fields(rule))
+            for table, rule in zip(self.tables, self.rules, strict=True)
+            if table is not None
+        }
         self.num_steps = 0
 
     def follow_rules(self) -> None:
-        """Send changed hyperparameters of the optimizer to the servers. Only rank 0 calls this method."""
+        """On rank 0, send changed hyperparameters of the optimizer to the servers. Every rank calls this method."""
+        if self._ranks.rank:
+            self._sent = [None] * len(self.rules)  # rank 0 may die before it sends a change
+            return
         for position, group in enumerate(self._optimizer.param_groups):
             table = self.tables[position]
             if table is None:
                 continue
             rule = rule_of(self._optimizer, group)
-            if rule != self.rules[position]:
+            if rule != self._sent[position]:
                 table.set_update(rule)
-                self.rules[position] = rule
+                self.rules[position] = self._sent[position] = rule
 
     def write(self, state: Mapping[int, Mapping[str, Any]] | None) -> None:
         """Write rank 0's values, and torch's optimizer state (None: keep the servers'). All ranks must call this."""
         self._ranks.barrier()  # no push may arrive after the values
-        if self._ranks.rank == 0:
-            for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
-                if table is None:
-                    continue
-                stored_planes = self.read_all(table)[1:] if state is None and num_planes(rule) else None
-                for slot in slots:
-                    if stored_planes is not None:
-                        planes = stored_planes[:, slot.start : slot.start + slot.size]
-                    else:
-                        planes = state_from_torch(rule, (state or {}).get(slot.number, {}), slot.size)
-                    self._write_slot(slot, table, planes)
+        self._ranks.call_on_first(lambda: self._write(state))
         self._ranks.barrier()
+
+    def _write(self, state: Mapping[int, Mapping[str, Any]] | None) -> None:
+        for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
+            if table is None:
+                continue
+            stored_planes = self.read_all(table)[1:] if state is None and num_planes(rule) else None
+            for slot in slots:
+                if stored_planes is not None:
+                    planes = stored_planes[:, slot.start : slot.start + slot.size]
+                else:
+                    planes = state_from_torch(rule, (state or {}).get(slot.number, {}), slot.size)
+                self._write_slot(slot, table, planes)
 
     def assign(self, slots: Iterable[Slot]) -> None:
         """Write the values of `slots`, without optimizer state. Only one rank calls this, while no pushes arrive."""
@@ -215,7 +228,7 @@ class DenseTables:
         for first in range(0, slot.size, _WRITTEN_AT_ONCE):
             part = slice(first, min(first + _WRITTEN_AT_ONCE, slot.size))
             keys = np.arange(slot.start + part.start, slot.start + part.stop, dtype=np.uint64)
-            write_records(self._client, table.spec, keys, np.column_stack([values[part], *planes[:, part]]))
+            write_records(self._client, self._specs[table], keys, np.column_stack([values[part], *planes[:, part]]))
 
     def read_all(self, table: DenseTable) -> Floats:
         """Return a table as float32 [1 + num_planes, size]: the values, then each state of the optimizer."""
@@ -225,7 +238,8 @@ class DenseTables:
         words = 1 + num_planes(self.rules[self.tables.index(table)])
         width = bucket_width(table.size)
         planes = np.empty((words, table.size), np.float32)
-        for keys, records in read_records(self._client, table.spec, range(start // width, -(-stop // width))):
+        buckets = range(start // width, -(-stop // width))
+        for keys, records in read_records(self._client, self._specs[table], buckets):
             if len(keys):
                 planes[:, int(keys[0]) : int(keys[-1]) + 1] = records.T
         return planes[:, start:stop]
@@ -241,16 +255,3 @@ class DenseTables:
                 own = planes[:, slot.start : slot.start + slot.size]
                 state[slot.number] = state_to_torch(rule, own, slot.parameter.shape, num_steps=self.num_steps)
         return state
-
-
-def broadcast_tensors(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
-    """Overwrite the tensors of every rank with the values of rank 0. The tensors may have any dtype and device."""
-    if ranks.group is None:
-        return
-    with torch.no_grad():
-        for tensor in tensors:
-            if not tensor.numel():
-                continue
-            values = tensor.detach().to("cpu", copy=True).contiguous()
-            ranks.group.broadcast(values.reshape(-1).view(torch.uint8).numpy())
-            tensor.copy_(values)

@@ -40,6 +40,8 @@ class HandsOn:
         """Whether gradients are sent during backward."""
         self._is_uneven = False  # some ranks have fewer batches, so they miss the last iterations
         self._has_early_leaver = False  # whether a rank left the epoch before the end of its data
+        self.share = 1.0
+        """The factor of this rank's gradients in an average over the ranks."""
 
     def add(self, slots: Sequence[Slot]) -> None:
         """Watch the gradients of an optimizer's `slots`. With several optimizers, gradients are never sent early."""
@@ -59,9 +61,14 @@ class HandsOn:
 
     def begin_epoch(self, *, is_early: bool, is_uneven: bool) -> None:
         """Start an epoch. `is_early`: all ranks send gradients early. `is_uneven`: numbers of batches differ."""
-        self.is_early = is_early
+        self.is_early = self._becomes_early = is_early
         self._is_uneven = is_uneven
         self._has_early_leaver = False
+
+    def restart(self) -> None:
+        """Observe the program again before gradients are sent early, because a new rank has not observed it."""
+        self._num_calm = min(self._num_calm, 0)
+        self.is_early = self._becomes_early = False
 
     @property
     def all_take_part(self) -> bool:
@@ -102,6 +109,9 @@ class HandsOn:
         self._becomes_early = min(num_calm for _, num_calm, _ in states) >= _CALM_STEPS
         are_present = [any(flags) for flags in zip(*(rank_flags for _, _, rank_flags in states), strict=True)]
         parameters = [slot.parameter for slot, present in zip(self._slots, are_present, strict=True) if present]
+        for slot in self._slots if self.share != 1.0 else ():
+            if slot.grad is not None:
+                slot.grad.copy_(slot.grad * self.share if self.share else torch.zeros_like(slot.grad))
         average_present(group, parameters, gradient_of, set_gradient)
         for slot in self._slots:
             slot.is_averaged = True

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, ClassVar, Literal
 
@@ -28,12 +29,12 @@ from paceline.protocol import Consistency, Sequential
 from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.torch.embeddings import ClusterTables, RowTables
 from paceline.torch.gradient_filters import row_filters
-from paceline.torch.strategies.base import Strategy, named_parameters, warn
+from paceline.torch.strategies.base import Strategy, check_not_elastic, named_parameters, warn
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.reached import refuse_steps_in_backward
 from paceline.torch.strategies.server.cluster import check_cluster, check_is_first, connect_workers
 from paceline.torch.strategies.server.dense_parameters import DenseParameters
-from paceline.torch.strategies.server.dense_tables import broadcast_tensors, lay_out
+from paceline.torch.strategies.server.dense_tables import lay_out
 from paceline.torch.strategies.server.optimizer import ServerOptimizer
 
 
@@ -94,11 +95,11 @@ class ParameterServer(Strategy):
         filters_of_dense_tables(chosen.filters)
         check_is_first(self.name)
         limit = timedelta_of(timeout)
-        ranks = Ranks.meet(limit)
+        ranks = self._meet(limit)
         try:
             super().__init__(ranks, device=device, seed=seed)
             self.takes_uneven = True
-            self.client = connect_workers(self.name, ranks.rank, limit)
+            self.client = connect_workers(self.name, self._worker_rank, limit)
             try:
                 check_cluster(self.client, self.name, consistency, replicas, min_replicas)
             except BaseException:
@@ -120,6 +121,21 @@ class ParameterServer(Strategy):
         self._trained: set[nn.Parameter] = set()
         atexit.register(self._end, at_once=True, with_process=True)
 
+    def _meet(self, timeout: timedelta) -> Ranks:
+        """Connect the ranks of the training."""
+        check_not_elastic(self)
+        return Ranks.meet(timeout)
+
+    @property
+    def _worker_rank(self) -> int | None:
+        """The number of this process among the servers' workers; None: the scheduler chooses a free number."""
+        return self.rank
+
+    @property
+    def _may_write(self) -> bool:
+        """Whether this rank may have to write the checkpoint that the ranks save."""
+        return self.is_main
+
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         assert self.module is not None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -131,7 +147,7 @@ class ParameterServer(Strategy):
                 *(parameter for parameter in model.parameters() if parameter not in self._trained),
                 *model.buffers(),
             ]
-            broadcast_tensors(self._ranks, untrained)
+            self._ranks.broadcast(untrained)
             if self.world_size > 1 and self._trained.isdisjoint(model.parameters()) and not optimizers:
                 refuse_gradients(model, self.rank, self._trained)
         if self.world_size > 1 and self._trained:
@@ -165,6 +181,11 @@ class ParameterServer(Strategy):
     def _row_tables(self) -> RowTables:
         return ClusterTables(self.client, self._filters)
 
+    @property
+    def _has_samples(self) -> bool:
+        """Whether this rank's batch has samples of its own."""
+        return True
+
     def _step(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -179,7 +200,7 @@ class ParameterServer(Strategy):
         elif self.dense is not None:
             self.dense.wait_all()
         if self.embedder is not None:
-            self.embedder.step(optimizer)
+            self.embedder.step(optimizer, has_effect=self._has_samples)
         if dense is None:
             self.client.tick()
         else:
@@ -234,7 +255,7 @@ class ParameterServer(Strategy):
         has_retired, self._has_retired = self._has_retired, False
         any_retired = has_retired
         if self._is_sequential or self._is_uneven is None:
-            self._meet()
+            self._end_loops()
             is_early = self.dense is not None and self.dense.hands_on.is_early
             reports = self._ranks.exchange_as("begins an epoch", [num_batches, has_retired, is_early])
             counts = [count for count, _, _ in reports]
@@ -269,19 +290,19 @@ class ParameterServer(Strategy):
             self._has_retired = True
             dense.begin_iteration()
 
-    def _meet(self) -> None:
+    def _end_loops(self) -> None:
         """Before an exchange, wait until all ranks have ended their loops, in which they average gradients."""
         if self.dense is not None:
             self.dense.hands_on.meet()
 
     @override
     def barrier(self) -> None:
-        self._meet()
+        self._end_loops()
         super().barrier()
 
     @override
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        self._meet()
+        self._end_loops()
         return super().reduce(value, op)
 
     def _ran_out(self) -> None:
@@ -294,14 +315,14 @@ class ParameterServer(Strategy):
 
     @override
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        self._meet()
+        self._end_loops()
         return super().load(directory)
 
     @override
     def gather_values(self) -> dict[str, torch.Tensor]:
         if self.dense is not None:
             self.dense.wait_all()
-            self._meet()
+            self._end_loops()
             self.dense.write_back(all_present=True)
             self.barrier()  # the values then include every rank's last push
             self.dense.pull_all()
@@ -320,7 +341,7 @@ class ParameterServer(Strategy):
             self.dense.wait_all()
         self.barrier()
         optimizer = self.optimizers[number]
-        return self.dense.read_state(optimizer) if self.dense is not None and self.is_main else {}
+        return self.dense.read_state(optimizer) if self.dense is not None and self._may_write else {}
 
     def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]], number: int = 0) -> None:
         if self.dense is not None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.server.dense_tables import Bucket, Slot
 from paceline.torch.strategies.server.watched import memory_of
 
@@ -20,11 +21,18 @@ Floats = npt.NDArray[np.float32]
 
 
 class Staging:
-    """Copies gradients and values of a strategy's parameters, which are all on `device`."""
+    """Copies gradients and values of a strategy's parameters, which are all on `device`.
 
-    def __init__(self, device: torch.device, factor: float) -> None:
+    With `summed`, the gradients are divided by the number of these ranks, because the servers sum them.
+    """
+
+    def __init__(self, device: torch.device, summed: Ranks | None) -> None:
         self._device = device
-        self._factor = factor
+        self._summed = summed
+        self.share = 1.0
+        """The factor of gradients that were not averaged over the ranks. With 0, they are not sent."""
+        self._uncopied: set[Bucket] = set()
+        """The buckets whose gradients are sent from the parameter's memory."""
         self._is_cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._buffers: dict[Bucket, torch.Tensor] = {}
@@ -32,10 +40,17 @@ class Staging:
 
     def collect(self, bucket: Bucket) -> None:
         """Start to copy a bucket's gradients. Backward's thread calls this when it has computed all of them."""
-        if self._is_direct(bucket) and _is_plain(bucket.slots[0].grad):
+        slot = bucket.slots[0]
+        if self._is_direct(bucket) and _is_plain(slot.grad) and self._factor(slot) == 1.0:
+            self._uncopied.add(bucket)
             return
+        self._uncopied.discard(bucket)
         self.prepare_copies()
         self._on_stream(self._copy_out, bucket)
+
+    def _factor(self, slot: Slot) -> float:
+        factor = 1.0 if slot.is_averaged else self.share
+        return factor if self._summed is None else factor / self._summed.size
 
     def _on_stream(self, copy: Callable[[Bucket], None], bucket: Bucket) -> None:
         if self._stream is None:
@@ -56,26 +71,25 @@ class Staging:
                 buffer[target].copy_(flat, non_blocking=self._is_cuda)
                 if self._is_cuda:
                     grad.record_stream(self._stream)
-                if self._factor != 1.0:
+                factor = self._factor(slot)
+                if factor != 1.0:
                     if self._stream is not None:
                         self._stream.synchronize()
-                    buffer[target].mul_(self._factor)
+                    buffer[target].mul_(factor)
 
     def gradients(self, bucket: Bucket) -> list[tuple[int, Floats]]:
         """Return a bucket's gradients in contiguous pieces: (number of the first element in the table, gradients)."""
-        if self._is_direct(bucket):
+        if bucket in self._uncopied:
             slot = bucket.slots[0]
-            grad = slot.grad
-            if _is_plain(grad):
-                assert grad is not None
-                array: Floats = grad.detach().view(-1).numpy()
-                return [(bucket.start, array[bucket.start - slot.start : bucket.stop - slot.start])]
+            assert slot.grad is not None
+            array: Floats = slot.grad.detach().view(-1).numpy()
+            return [(bucket.start, array[bucket.start - slot.start : bucket.stop - slot.start])]
         if bucket in self._copied:
             self._copied[bucket].synchronize()
         buffer: Floats = self._buffer(bucket).numpy()
         runs: list[tuple[int, int]] = []
         for slot, _, target in _pieces(bucket):
-            if slot.grad is None:
+            if slot.grad is None or not self._factor(slot):
                 continue
             if runs and runs[-1][1] == target.start:
                 runs[-1] = (runs[-1][0], target.stop)
@@ -122,7 +136,6 @@ class Staging:
         return (
             len(bucket.slots) == 1
             and not self._is_cuda
-            and self._factor == 1.0
             and parameter.dtype is torch.float32
             and parameter.is_contiguous()
         )
