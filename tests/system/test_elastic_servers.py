@@ -78,12 +78,87 @@ print("ends", incarnation, repr(dense), repr(loss), flush=True)
 print("pushes", incarnation, num_pushes[True], num_pushes[False], flush=True)
 """
 
+_PARAMETERS = """
+import itertools, os, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+import paceline.torch as pt
+
+victims, last, num_epochs = sys.argv[1].split(","), sys.argv[2], int(sys.argv[3])
+incarnation = os.environ["PACELINE_INCARNATION"]
+strategy = pt.strategy(bucket_mb=0.0001, timeout=300)
+is_sequential = strategy.client.consistency.tau == 0
+torch.manual_seed(0)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros(121))
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+def loss_of(model, inputs, targets, numbers):  # counts: its gradient shows how often each sample was applied
+    counts = strategy.module.counts[numbers]
+    counts = counts.mean() if is_sequential else counts.sum() / 4
+    return nn.functional.mse_loss(model(inputs), targets) + counts
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0625)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5 if epoch > 1 and is_sequential else 1.0)
+inputs = torch.randn(121, 4, generator=torch.Generator().manual_seed(1))
+targets = inputs.sum(1, keepdim=True)
+data = torch.utils.data.TensorDataset(inputs, targets, torch.arange(121))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+model, optimizer, loader, scheduler = strategy.prepare(model, optimizer, loader, scheduler)
+average = torch.optim.swa_utils.AveragedModel(strategy.module)
+strategy.register_state("average", average)
+num_steps, changes = 0, 0.0
+
+def die(_):
+    if incarnation in victims and num_steps >= 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+strategy.module.layers[0].weight.register_hook(die)
+print("starts", incarnation, flush=True)
+for epoch in itertools.count():
+    for batch in loader:
+        time.sleep(0.01)
+        optimizer.zero_grad()
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        num_steps += strategy.has_joined
+        changes += scheduler.get_last_lr()[0] / 0.0625
+        if incarnation == last and num_steps == 5:
+            Path("done").touch()
+    scheduler.step()
+    average.update_parameters(strategy.module)
+    if strategy.has_joined and strategy.reduce(float(epoch + 1 >= num_epochs and os.path.exists("done")), "min"):
+        break
+strategy.save("model", loss=0.0)
+values = sum(parameter.double().sum().item() for parameter in strategy.module.parameters())
+strategy.module.train()
+with torch.no_grad():
+    loss = nn.functional.mse_loss(strategy.module(inputs), targets).item()
+counts = strategy.module.counts.detach().double() / -0.0625
+print("ends", incarnation, repr(values), repr(loss), flush=True)
+print("counts", incarnation, epoch + 1, counts.min().item(), counts.max().item(), flush=True)
+print("changes", incarnation, changes, counts.sum().item(), flush=True)
+strategy.barrier()
+strategy.load("model")
+restored = sum(parameter.double().sum().item() for parameter in strategy.module.parameters())
+print("restores", incarnation, restored == values, flush=True)
+"""
+
 
 @pytest.fixture
 def elastic(paceline: Commands, tmp_path: Path) -> Commands:
     """Run commands whose ranks are forked from a process that has imported torch."""
     paceline.environment[RANKS] = "torch"
     (tmp_path / "hybrid.py").write_text(_HYBRID)
+    (tmp_path / "parameters.py").write_text(_PARAMETERS)
     return paceline
 
 
@@ -143,3 +218,43 @@ def test_a_third_node_joins_a_hybrid_training(elastic: Commands) -> None:
     finished = [each.wait() for each in running]
     assert [each.status for each in finished] == [0, 0, 0], finished
     check_ends(finished, "0", "1", "3")
+
+
+def run_parameters(
+    elastic: Commands, victims: str, last: str, *options: str, num_ranks: int = 3, min_ranks: int = 1
+) -> Finished:
+    command = ["run", "--strategy", "parameter-server", "--servers", "2", "--min-ranks", str(min_ranks)]
+    command += ["--nproc-per-node", str(num_ranks), *options, "parameters.py", victims, last, "6"]
+    return elastic.run(*command)
+
+
+def check_counts(finished: Finished) -> None:
+    """Check that the servers applied the gradient of each sample once in each epoch."""
+    found = re.findall(r"counts \d (\d+) (\S+) (\S+)", finished.out)
+    assert len({*found}) == 1, found
+    epochs, least, most = map(float, found[0])
+    assert least == pytest.approx(epochs / 4, rel=1e-4)
+    assert most == pytest.approx(epochs / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "consistency", ["sequential", "bounded:2", pytest.param("eventual", marks=pytest.mark.thorough)]
+)
+def test_killed_ranks_of_a_training_with_servers_are_replaced(
+    elastic: Commands, tmp_path: Path, consistency: str
+) -> None:
+    """Rank 0 and a replacement are killed."""
+    finished = run_parameters(elastic, "0,3", "4", "--consistency", consistency)
+    assert finished.status == 0, finished
+    assert finished.err.count("was killed by SIGKILL") == 2
+    check_ends([finished], "1", "2", "4")
+    assert finished.out.count("True") == 3, "the checkpoint differs"
+    assert (tmp_path / "model").is_dir()
+    if consistency == "sequential":
+        changes = {
+            member: tuple(map(float, rest)) for member, *rest in re.findall(r"changes (\d) (\S+) (\S+)", finished.out)
+        }
+        expected, total = changes["1"]
+        assert total == pytest.approx(expected, rel=1e-4), "a step was not applied, or applied twice"
+    else:
+        check_counts(finished)

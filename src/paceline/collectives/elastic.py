@@ -22,6 +22,7 @@ from typing_extensions import override
 from paceline.closing import Closing
 from paceline.collectives.arrays import as_array, empty_like
 from paceline.collectives.group import Group
+from paceline.collectives.shared_values import SharedValues
 from paceline.collectives.start import join
 from paceline.collectives.ticket import CollectiveTicket
 from paceline.errors import (
@@ -87,11 +88,11 @@ class ElasticGroup(Closing):
         self._host = own_host(address.host)
         hello = Hello(role="rank", rank=member, incarnation=member, to=COORDINATOR)
         self._store = NetworkStore(address, token, hello, timeout_s=timeout.total_seconds(), tls=tls)
+        self.values = SharedValues(self._store, member, timeout)
         self._rules = QuorumMember(member, is_ready=not is_newcomer)
         self.group = join(MemoryStore(), 0, 1, token=token, timeout=timeout)
         """The group of the current quorum. If a call of its methods fails, all ranks must call :meth:`admit`."""
         self._is_closed = False
-        self._published: bytes | None = None
         self.member = member
         self.members: tuple[int, ...] = (member,)
         """The unique numbers (incarnations) of the ranks' processes, in the order of ranks."""
@@ -404,31 +405,6 @@ class ElasticGroup(Closing):
         """The number of exchanges of the training. Between two exchanges, the value is equal on all ranks."""
         return self._rules.step
 
-    def mark(self, key: str, value: bytes = b"") -> None:
-        """Set a key in the store that all ranks share. All ranks must set the same value."""
-        self._store.set(key, value)
-
-    def is_marked(self, key: str) -> bool:
-        return self.read(key) is not None
-
-    def read(self, key: str, *, wait: bool = False) -> bytes | None:
-        """Return the value of a key in the store, or None. With `wait`, wait until the key is set.
-
-        Raises DeadlineError after the time limit of a call.
-        """
-        if wait:
-            return self._store.get(key, time.monotonic() + self.timeout.total_seconds())
-        return self._store.collect([key], time.monotonic())[0]
-
-    def publish(self, value: bytes) -> None:
-        """Replace this process's published value, which :meth:`published` returns, also after its death."""
-        self._store.replace(_published_key(self.member), self._published, value)
-        self._published = value
-
-    def published(self, member: int) -> bytes | None:
-        """Return the last value that a member has published, or None."""
-        return self.read(_published_key(member))
-
     def all_reduce(self, array: Any, op: str = "sum", *, out: Any = None) -> Any:
         """Return the reduction of `array` over all ready ranks.
 
@@ -472,7 +448,3 @@ class ElasticGroup(Closing):
                 pass  # without the message, the launcher still detects the end of this process
         self.group.close()
         self._store.close()
-
-
-def _published_key(member: int) -> str:
-    return f"published by {member}"

@@ -22,8 +22,8 @@ class ElasticFlags:
     panel: ClassVar = "Failures"
 
     min_ranks: int | None = option(
-        "all-reduce, parameter-server, hybrid: continue without ranks and nodes that die, while at least this many ranks live; paceline "
-        "run also replaces them, and without this option a death ends its run."
+        "all-reduce, parameter-server, hybrid: continue without ranks and nodes that die, while at least this many "
+        "ranks live; paceline run also replaces them, and without this option a death ends its run."
     )
     global_batch: int | None = option(
         "With --min-ranks: number of samples in a step of all ranks together, for any number of ranks; default: the "

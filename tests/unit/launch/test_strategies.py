@@ -57,8 +57,15 @@ def test_consistency() -> None:
         ({"name": "parameter-server", "servers": -1}, "expected 1 or more"),
         ({"name": "parameter-server", "consistency": "soon"}, "'soon'"),
         (
-            {"name": "parameter-server", "flags": StrategyFlags(elastic=ElasticFlags(min_ranks=1, balance=True))},
-            "Leave --min-ranks 1 --balance out",
+            {
+                "name": "parameter-server",
+                "flags": StrategyFlags(elastic=ElasticFlags(min_ranks=1, drop_stragglers=3.0)),
+            },
+            "--drop-stragglers 3: not supported by strategy parameter-server",
+        ),
+        (
+            {"name": "parameter-server", "flags": StrategyFlags(elastic=ElasticFlags(min_ranks=1, global_batch=8))},
+            "--global-batch 8: not supported with parameter servers",
         ),
         (
             {"name": "sharded", "flags": StrategyFlags(elastic=ElasticFlags(min_ranks=1))},

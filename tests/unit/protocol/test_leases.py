@@ -69,6 +69,16 @@ def test_items_of_a_rank_that_does_not_contribute_are_leased_first_again() -> No
     assert leases.is_idle
 
 
+def test_the_rounds_that_a_dead_rank_had_applied_are_not_leased_again() -> None:
+    leases = EpochLeases(Remaining())
+    for number in range(3):
+        leases.lease((2, 2, 2), [10, 11, 12], number)
+    assert leases.members == {10, 11, 12}
+    leases.commit({10}, {11: 2, 12: 0})
+    assert leases.remaining == Remaining(18, (2, 5, 8, 11, 13, 14, 16, 17))
+    assert leases.is_idle
+
+
 @dataclass
 class _Rank:
     member: int

@@ -20,10 +20,10 @@ from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
 from paceline.torch.gradient_filters import check_compression, compress, filter_hook, launcher_filters
-from paceline.torch.strategies.base import Strategy, as_one, check_not_elastic, named_parameters
+from paceline.torch.strategies.base import Strategy, as_one, named_parameters
 from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.devices import choose_device
-from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
+from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks, check_not_elastic
 from paceline.torch.strategies.reached import Reached, refuse_steps_in_backward
 from paceline.torch.strategies.replicas.replica import Replica, check_steps
 from paceline.torch.strategies.replicas.sync_batch_norm import with_sync_batch_norm

@@ -20,7 +20,6 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.observe import recording
 from paceline.observe.notebooks import NotebookTable
-from paceline.strategies import is_elastic
 from paceline.torch.embeddings import Embedder, ReplicatedTables, RowTables, find_embeddings
 from paceline.torch.strategies.agreement import (
     describe_optimizers,
@@ -253,8 +252,6 @@ class Strategy(Closing, NotebookTable, ABC):
         """Return the store of the embeddings' rows."""
         return ReplicatedTables(self._ranks.group)
 
-    # The ranks of an elastic training call the next methods.
-
     @property
     def iteration(self) -> int:
         """The number of the current iteration on servers; 0 without servers."""
@@ -262,8 +259,7 @@ class Strategy(Closing, NotebookTable, ABC):
 
     def transferred_state(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that a new rank receives from rank 0, by name."""
-        assert self.module is not None
-        return state_of(self.module)
+        return {} if self.module is None else state_of(self.module)
 
     def join_iterations(self, number: int) -> None:
         """On a new rank that has received the state, take part in the servers' iterations from `number` on."""
@@ -272,10 +268,7 @@ class Strategy(Closing, NotebookTable, ABC):
         """Record that new ranks have received the state, on every rank."""
 
     def begin_batch(self, share: float) -> None:
-        """Record that the training loop receives a batch.
-
-        `share` is this rank's number of samples divided by the mean of the ranks' numbers.
-        """
+        """Record a batch of the loop. `share`: this rank's number of samples divided by the mean over the ranks."""
 
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
         """Return a context in which ``backward()`` only adds to the gradients, without messages.
@@ -411,15 +404,6 @@ class Strategy(Closing, NotebookTable, ABC):
 
 class _Models(nn.ModuleList):
     """The models of a strategy, if there are several."""
-
-
-def check_not_elastic(strategy: Strategy) -> None:
-    """Raise UsageError in an elastic training, for which ``strategy()`` creates strategies of another class."""
-    if is_elastic(environment()):
-        raise UsageError(
-            f"{type(strategy).__name__}() in an elastic training (--min-ranks or PACELINE_COORDINATOR): create the "
-            "strategy by paceline.torch.strategy()"
-        )
 
 
 def as_one(models: list[nn.Module]) -> nn.Module:

@@ -74,7 +74,8 @@ def strategy(
     ``bucket_mb``, ``timeout`` and ``find_unused_parameters=True``, which parameter-server treats as ``unused="skip"``.
 
     If the environment has a coordinator (``paceline run --min-ranks``, or ``PACELINE_COORDINATOR``), the strategy is
-    ``all-reduce`` or ``hybrid`` with ranks that may die and join. With `elastic`, a missing coordinator is an error.
+    ``all-reduce``, ``parameter-server`` or ``hybrid`` with ranks that may die and join. With `elastic`, a missing
+    coordinator is an error.
 
     With a `snapshot_dir`, or ``PACELINE_SNAPSHOT_DIR``, the training writes a checkpoint to this directory every
     `snapshot_every` (``PACELINE_SNAPSHOT_EVERY``, default ``"10m"``). If the directory has a checkpoint, the training

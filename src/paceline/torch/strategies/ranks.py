@@ -16,6 +16,7 @@ from paceline.collectives import Group, init
 from paceline.environment import environment
 from paceline.errors import PacelineError, UsageError, first_line
 from paceline.meeting.rendezvous import default_place, find_rank
+from paceline.strategies import is_elastic
 from paceline.torch.backend.registration import join_through
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -149,6 +150,15 @@ class Ranks:
         if self._owns_torch and dist.is_initialized():
             self._owns_torch = False
             dist.destroy_process_group()
+
+
+def check_not_elastic(strategy: object) -> None:
+    """Raise UsageError in an elastic training, for which ``strategy()`` creates strategies of another class."""
+    if is_elastic(environment()):
+        raise UsageError(
+            f"{type(strategy).__name__}() in an elastic training (--min-ranks or PACELINE_COORDINATOR): create the "
+            "strategy by paceline.torch.strategy()"
+        )
 
 
 def be_alone(backend: str, timeout: timedelta) -> None:

@@ -50,9 +50,9 @@ class ElasticRanks(Ranks):
     def share(self, key: str, value: Any) -> Any:
         if self._elastic.quorum:
             value = self.exchange(value)[0]
-            self._elastic.mark(key, msgspec.msgpack.encode(value))
+            self._elastic.values.mark(key, msgspec.msgpack.encode(value))
             return value
-        return msgspec.msgpack.decode(self._elastic.read(key, wait=True) or b"")
+        return msgspec.msgpack.decode(self._elastic.values.wait(key))
 
     @override
     def call_on_first(self, function: Callable[[], None]) -> None:

@@ -67,11 +67,11 @@ class ElasticTraining:
     def begin_epoch(self, loader: Loader, epoch: int) -> None:
         """Publish the beginning of an epoch for newcomers."""
         if self._group.rank == 0 and epoch:
-            self._group.mark(self._epoch_key(loader, epoch))
+            self._group.values.mark(self._epoch_key(loader, epoch))
 
     def join(self, loader: Loader, epoch: int) -> bool:
         """Join the other ranks; return False if they are in a later epoch. End the process after the training."""
-        if self._group.is_marked(self._epoch_key(loader, epoch + 1)):
+        if self._group.values.is_marked(self._epoch_key(loader, epoch + 1)):
             return False
         load_kernels()
         checksum.compile_kernels()
@@ -103,7 +103,7 @@ class ElasticTraining:
 
         If this rank dies later, other ranks do not compute these batches again.
         """
-        self._group.publish(f"{self._step_start} {self.steps.num_since_exchange}".encode())
+        self._group.values.publish(f"{self._step_start} {self.steps.num_since_exchange}".encode())
 
     def settle(self, *, is_over: bool = False) -> bool:
         """Between two batches, end the leases of the items in committed steps.
@@ -127,7 +127,7 @@ class ElasticTraining:
             return {}
         counts = None
         if group.rank == 0:
-            values = [(self._group.published(member) or b"-1 0").split() for member in dead]
+            values = [(self._group.values.published(member) or b"-1 0").split() for member in dead]
             counts = [int(count) if int(start) == self._step_start else 0 for start, count in values]
         return dict(zip(dead, group.broadcast_object(counts, root=0), strict=True))
 
@@ -192,7 +192,7 @@ class ElasticTraining:
         """
         if self._group.has_recovered:
             return self.has_computed_alone
-        return self._group.is_marked(ENDED) or self._group.is_marked(self._epoch_key(loader, epoch + 1))
+        return self._group.values.is_marked(ENDED) or self._group.values.is_marked(self._epoch_key(loader, epoch + 1))
 
     def end_epoch(self, loader: Loader, epoch: int) -> None:
         """End the leases of an epoch. All ranks then have the training's state.

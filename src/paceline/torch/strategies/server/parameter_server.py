@@ -29,8 +29,8 @@ from paceline.protocol import Consistency, Sequential
 from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.torch.embeddings import ClusterTables, RowTables
 from paceline.torch.gradient_filters import row_filters
-from paceline.torch.strategies.base import Strategy, check_not_elastic, named_parameters, warn
-from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
+from paceline.torch.strategies.base import Strategy, named_parameters, warn
+from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks, check_not_elastic
 from paceline.torch.strategies.reached import refuse_steps_in_backward
 from paceline.torch.strategies.server.cluster import check_cluster, check_is_first, connect_workers
 from paceline.torch.strategies.server.dense_parameters import DenseParameters
