@@ -20,24 +20,25 @@ from paceline.torch.strategies.elastic.base import ElasticStrategy
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.server.parameter_server import ParameterServer
 
-_EVENTUAL_BATCHES: Final = 16
+_MOST_BATCHES: Final = 16
 
 
 def batches_per_exchange(consistency: Consistency) -> int:
     """Return the number of batches after which the ranks exchange their progress.
 
-    With bounded delay, this is the number of iterations that a rank may begin without the other ranks.
+    With bounded delay, this is the number of iterations that a rank may begin without the other ranks, or less.
     """
-    return _EVENTUAL_BATCHES if consistency.tau is None else consistency.tau + 1
+    return _MOST_BATCHES if consistency.tau is None else min(consistency.tau + 1, _MOST_BATCHES)
 
 
 class ElasticParameterServer(ElasticStrategy, ParameterServer):
     """Parameters on servers, and ranks that may die, and join, during the training.
 
     The ranks exchange their progress after each batch under sequential consistency, after N + 1 batches of each rank
-    under ``bounded:N``, and after 16 batches under ``eventual``. If a rank has died, the other ranks then get its
-    samples, except those of steps that it had reported. A new rank takes part after such an exchange. It pulls the
-    parameters from the servers. Rank 0 sends the rest of the state: buffers, schedulers and the position in the data.
+    under ``bounded:N`` (at most 16), and after 16 batches under ``eventual``. If a rank has died, the other ranks then
+    get its samples, except those of steps that it had reported. A new rank takes part after such an exchange. It pulls
+    the parameters from the servers. Rank 0 sends the rest of the state: buffers, schedulers and the position in the
+    data.
 
     If a rank dies while it sends its gradients, the servers may have applied them, although other ranks compute the
     same samples again. Under sequential consistency each server applies them completely or not at all. Under other
@@ -53,6 +54,7 @@ class ElasticParameterServer(ElasticStrategy, ParameterServer):
                 raise UsageError(f"{name}={options[name]!r}: not supported with --min-ranks. Leave it out")
         timeout = options.get("timeout", DEFAULT_TIMEOUT)
         self._find_place(timedelta_of(timeout))
+        self._share = 1.0
         factor = self._place.options.drop_stragglers
         if factor is not None:
             raise UsageError(f"--drop-stragglers {factor:g}: {NO_STRAGGLERS}")
@@ -91,10 +93,11 @@ class ElasticParameterServer(ElasticStrategy, ParameterServer):
     @property
     @override
     def _has_samples(self) -> bool:
-        return self._has_effect and self._steps.has_samples
+        return self._share > 0
 
     @override
     def begin_batch(self, share: float) -> None:
+        self._share = share
         if self.dense is not None:
             self.dense.set_share(share)
 
