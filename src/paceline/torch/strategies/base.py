@@ -253,16 +253,16 @@ class Strategy(Closing, NotebookTable, ABC):
         return ReplicatedTables(self._ranks.group)
 
     @property
-    def iteration(self) -> int:
-        """The number of the current iteration on servers; 0 without servers."""
-        return 0
+    def iterations(self) -> list[int]:
+        """The number of the current iteration on servers, and each optimizer's number of steps on servers."""
+        return []
 
     def transferred_state(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that a new rank receives from rank 0, by name."""
         return {} if self.module is None else state_of(self.module)
 
-    def join_iterations(self, number: int) -> None:
-        """On a new rank that has received the state, take part in the servers' iterations from `number` on."""
+    def join_iterations(self, iterations: list[int]) -> None:
+        """On a new rank that has received the state, take part in the servers' iterations."""
 
     def end_transfer(self) -> None:
         """Record that new ranks have received the state, on every rank."""

@@ -37,15 +37,15 @@ class ElasticHybrid(Hybrid, ElasticAllReduce):
 
     @property
     @override
-    def iteration(self) -> int:
-        return 0 if self._client is None else self._client.clock
+    def iterations(self) -> list[int]:
+        return [0 if self._client is None else self._client.clock]
 
     @override
-    def join_iterations(self, number: int) -> None:
+    def join_iterations(self, iterations: list[int]) -> None:
         # The other ranks are in this iteration. In a later one, they and this rank would wait for each other: for this
         # rank's gradients, and for the end of the iteration on the servers.
         if self._client is not None:
-            self._client.join(number)
+            self._client.join(iterations[0])
             self._takes_part = True
 
     @override

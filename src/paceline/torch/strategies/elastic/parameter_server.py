@@ -115,8 +115,8 @@ class ElasticParameterServer(ElasticStrategy, ParameterServer):
 
     @property
     @override
-    def iteration(self) -> int:
-        return self.client.clock
+    def iterations(self) -> list[int]:
+        return [self.client.clock, *([] if self.dense is None else self.dense.num_steps)]
 
     @override
     def transferred_state(self) -> dict[str, torch.Tensor]:
@@ -124,9 +124,10 @@ class ElasticParameterServer(ElasticStrategy, ParameterServer):
         return state_of(self.module, self._trained)
 
     @override
-    def join_iterations(self, number: int) -> None:
-        self.client.join(number)
+    def join_iterations(self, iterations: list[int]) -> None:
+        self.client.join(iterations[0])
         if self.dense is not None:
+            self.dense.num_steps = iterations[1:]
             self.dense.holds = False
             self.dense.pull_all()
 

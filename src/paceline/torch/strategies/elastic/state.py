@@ -183,7 +183,7 @@ class StateTransfer:
                 "optimizers": groups,
                 "schedulers": [scheduler.state_dict() for scheduler in strategy.schedulers],
                 "loaders": [loader.state_dict() for loader in strategy.loaders],
-                "iteration": strategy.iteration,
+                "iterations": strategy.iterations,
             },
             "the state for new ranks",
         )
@@ -210,7 +210,7 @@ class StateTransfer:
             for loader, position in zip(strategy.loaders, values["loaders"], strict=True):
                 loader.load_state_dict(position)
         if self._step.is_last:
-            strategy.join_iterations(values["iteration"])
+            strategy.join_iterations(values["iterations"])
 
     def _load_registered(self, tensors: StateTensors, description: dict[str, Any]) -> None:
         """Load the registered states, unless their tensors are in place or some of their chunks are missing."""

@@ -137,7 +137,7 @@ class DenseParameters:
         return [part.tables.num_steps for part in self._parts.values()]
 
     @num_steps.setter
-    def num_steps(self, counts: Iterable[int]) -> None:
+    def num_steps(self, counts: list[int]) -> None:
         for part, count in zip(self._parts.values(), counts, strict=True):
             part.tables.num_steps = count
 
