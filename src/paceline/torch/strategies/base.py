@@ -29,6 +29,7 @@ from paceline.torch.strategies.agreement import (
 )
 from paceline.torch.strategies.deferred import DeferredValues
 from paceline.torch.strategies.devices import choose_device
+from paceline.torch.strategies.elastic_events import ElasticEvents
 from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.registered import RegisteredStates
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from paceline.torch.strategies.step_phases import StepPhases
 
 
-class Strategy(Closing, NotebookTable, ABC):
+class Strategy(Closing, NotebookTable, ElasticEvents, ABC):
     """Distribute a training loop. The loop itself never changes::
 
         strategy = paceline.torch.strategy()
@@ -252,23 +253,9 @@ class Strategy(Closing, NotebookTable, ABC):
         """Return the store of the embeddings' rows."""
         return ReplicatedTables(self._ranks.group)
 
-    @property
-    def iterations(self) -> list[int]:
-        """The number of the current iteration on servers, and each optimizer's number of steps on servers."""
-        return []
-
     def transferred_state(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that a new rank receives from rank 0, by name."""
         return {} if self.module is None else state_of(self.module)
-
-    def join_iterations(self, iterations: list[int]) -> None:
-        """On a new rank that has received the state, take part in the servers' iterations."""
-
-    def end_transfer(self) -> None:
-        """Record that new ranks have received the state, on every rank."""
-
-    def begin_batch(self, share: float) -> None:
-        """Record a batch of the loop. `share`: this rank's number of samples divided by the mean over the ranks."""
 
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
         """Return a context in which ``backward()`` only adds to the gradients, without messages.
