@@ -29,9 +29,8 @@ from paceline.torch.strategies.agreement import (
 )
 from paceline.torch.strategies.deferred import DeferredValues
 from paceline.torch.strategies.devices import choose_device
-from paceline.torch.strategies.elastic_events import ElasticEvents
 from paceline.torch.strategies.loaders import Loader
-from paceline.torch.strategies.ranks import Ranks
+from paceline.torch.strategies.ranks import ElasticEvents, Ranks
 from paceline.torch.strategies.registered import RegisteredStates
 from paceline.torch.strategies.snapshots import Snapshots
 

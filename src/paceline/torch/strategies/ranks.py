@@ -152,6 +152,27 @@ class Ranks:
             dist.destroy_process_group()
 
 
+class ElasticEvents:
+    """The events of an elastic training's ranks. The methods have no effect; strategies with servers override them."""
+
+    @property
+    def iterations(self) -> list[int]:
+        """The number of the current iteration on servers, and each optimizer's number of steps on servers."""
+        return []
+
+    def join_iterations(self, iterations: list[int]) -> None:
+        """On a new rank that has received the state, take part in the servers' iterations."""
+
+    def end_transfer(self) -> None:
+        """Record that new ranks have received the state, on every rank."""
+
+    def begin_batch(self, share: float) -> None:
+        """Record that the training loop receives a batch.
+
+        `share` is this rank's number of samples divided by the mean of the ranks' numbers.
+        """
+
+
 def check_not_elastic(strategy: object) -> None:
     """Raise UsageError in an elastic training, for which ``strategy()`` creates strategies of another class."""
     if is_elastic(environment()):
