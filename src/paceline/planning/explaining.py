@@ -145,7 +145,7 @@ def show_explanation(
         step_s = measured.get(candidate.label)
         cells = ["" if step_s is None else f"{step_s * 1e3:,.2f}"] if measured else []
         table.add_row(
-            f"{candidate.label}{'' if candidate.is_exact else '*'}",
+            f"{candidate.label.replace('+', ' +')}{'' if candidate.is_exact else '*'}",
             f"{candidate.servers} more" if candidate.is_separate else str(candidate.servers or ""),
             f"{prediction.step_s * 1e3:,.2f}",
             *cells,
