@@ -158,7 +158,7 @@ def test_measured_strategies_are_shown_before_an_error(commands: Commands) -> No
     ]
     finished = commands.run(*words)
     assert finished.status != 0
-    assert "train.py failed with status 1: AssertionError" in finished.err
+    assert "train.py failed under sharded with status 1: AssertionError" in finished.err
     assert any(line.startswith("all-reduce ") for line in finished.out.splitlines())
     assert "Loss against time" in (commands.folder / "page.html").read_text()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -44,6 +44,8 @@ _CANDIDATES: Final = {
 }
 _LAYERS: Final = 4
 """Each model has at least this number of layers, so pipelines have at most this number of stages."""
+_SHARED: Final = ("all-reduce", "sharded")
+"""The strategies under which one process trains all models."""
 _HALVINGS: Final = 40
 _MOST_RESULTS: Final = 1000
 
@@ -81,7 +83,7 @@ def load_machine(ranks_per_node: int) -> Machine | None:
 
 def measure_machine(ranks_per_node: int) -> Machine:
     """Measure this machine with two or more ranks, and store the result."""
-    num_steps = 3 + len(_CANDIDATES)
+    num_steps = 3 + len(_runs([*_CANDIDATES]))
     with start_work("starting", num_steps, in_background=False) as progress:
         machine = _measure_strategies(_measure_messages(ranks_per_node, progress.show), progress.show)
     stored = StoredMachine(version=__version__, host=platform.node(), machine=machine)
@@ -120,16 +122,27 @@ def _all_reduce_times(plan: BenchPlan) -> list[tuple[int, float]]:
     return [(measured.bytes, measured.median_us / 1e6) for (measured, *_) in bench_collectives(plan)]
 
 
+def _command(models: Sequence[str]) -> MeasuredCommand:
+    return MeasuredCommand(_MODULE, tuple(models), is_module=True)
+
+
+def _runs(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the strategy and the models of each run."""
+    models = [model for _, model in _COSTS]
+    return [
+        (name, chosen) for name in names for chosen in ([models] if name in _SHARED else [[each] for each in models])
+    ]
+
+
 def _measure_strategies(machine: Machine, show: Callable[[str], None]) -> Machine:
     ranks, models = machine.ranks_per_node, [model for _, model in _COSTS]
-    command = MeasuredCommand(_MODULE, tuple(models), is_module=True)
     show("measuring synthetic models without communication ...")
-    profiles = command.profiles(ranks, max(machine.num_cores // ranks, 1), models)
+    profiles = _command(models).profiles(ranks, max(machine.num_cores // ranks, 1), models)
     steps_s: dict[tuple[str, str], float] = {}
-    measured = {name: candidate for name, candidate in _CANDIDATES.items() if name != "pipeline" or ranks <= _LAYERS}
-    for name, candidate in measured.items():
-        show(f"measuring synthetic models under {name} ...")
-        for model, records in command.records(candidate, ranks, _STEPS, models).items():
+    measured = [name for name in _CANDIDATES if name != "pipeline" or ranks <= _LAYERS]
+    for name, chosen in _runs(measured):
+        show(f"measuring {' and '.join(chosen)} parameters under {name} ...")
+        for model, records in _command(chosen).records(_CANDIDATES[name], ranks, _STEPS, chosen).items():
             steps_s[name, model] = measured_step_s(records)
     for name in measured:
         machine = fit_cost(machine, name, profiles, {model: steps_s[name, model] for model in profiles})

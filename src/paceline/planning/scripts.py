@@ -124,7 +124,9 @@ class MeasuredCommand:
                 place.mkdir()
                 (place / TARGET).write_text(str(target_loss))
             added = {"PACELINE_PROFILE": str(place), "PACELINE_PROFILE_STEPS": str(steps)}
-            self._run([command], [added], _PATIENCE_S * len(models) + _SLOWER * steps * step_s)
+            self._run(
+                [command], [added], _PATIENCE_S * len(models) + _SLOWER * steps * step_s, f" under {candidate.label}"
+            )
             return {
                 model: [self._read(folder.path / model / f"ranks/rank{n}.json", StepRecord) for n in range(ranks)]
                 for model in models
@@ -135,8 +137,13 @@ class MeasuredCommand:
             raise UsageError(f"{self.script} ended before its steps could be measured. {_TUTORIAL}")
         return read_record(file, kind)
 
-    def _run(self, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], limit_s: float) -> None:
-        """Run commands at the same time until they end. Raises PeerError if one fails, UsageError after `limit_s`."""
+    def _run(
+        self, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], limit_s: float, under: str = ""
+    ) -> None:
+        """Run commands at the same time until they end. Raises PeerError if one fails, UsageError after `limit_s`.
+
+        The error has the words `under`, such as `` under all-reduce``.
+        """
         inherited = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
         supervisor, deadline = Supervisor(), time.monotonic() + limit_s
         with tempfile.TemporaryFile() as output:
@@ -161,7 +168,7 @@ class MeasuredCommand:
                         output.seek(0)
                         lines = output.read().decode(errors="replace").split("\n")
                         last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-                        raise PeerError(f"{self.script} failed with status {status}: {printable(last, 300)}")
+                        raise PeerError(f"{self.script} failed{under} with status {status}: {printable(last, 300)}")
             finally:
                 supervisor.close(_END_S, signal.SIGTERM)
 

@@ -30,12 +30,10 @@ _DIRECTORY: Final = "PACELINE_PROFILE"
 def main() -> None:
     """Train the models that the arguments name. With the profile's directory ``X/0``, each uses ``X/MODEL/0``."""
     directory, chosen = Path(os.environ[_DIRECTORY]), strategy()
-    is_kept = chosen.name in ("all-reduce", "sharded")  # a process has one group of all ranks
-    for number, name in enumerate(sys.argv[1:]):
+    for name in sys.argv[1:]:
         os.environ[_DIRECTORY] = str(directory.parent / name / directory.name)
-        if number and not is_kept:
-            chosen.close()
-            chosen = strategy()
+        if chosen.world_size == 1:
+            chosen = strategy()  # without the layers of the former model; several ranks have one strategy
         chosen.profiler = make_profiler(chosen, environment())
         with contextlib.suppress(SystemExit):
             train(chosen, name)
