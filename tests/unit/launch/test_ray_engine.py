@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,12 +200,39 @@ def test_no_cluster_answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> No
         run(make_engine(), make_role())
 
     def fail(**_: Any) -> None:
-        raise ConnectionError("no instance")
+        raise ConnectionError("no instance.")
 
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(ray, "init", fail)
-    with pytest.raises(UsageError, match="no instance"):
+    with pytest.raises(UsageError, match=r"no instance\. Run ray start"):
         run(make_engine(), make_role())
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [(b"", "the server there is not Ray"), (b"HTTP/1.1 400", "the server there is not Ray"), (None, "timed out")],
+)
+def test_another_server_at_the_address(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch, reply: bytes | None, reason: str
+) -> None:
+    monkeypatch.setattr("paceline.launch.engines.ray_nodes._CONNECT_S", 0.2)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray would retry for minutes"))
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                if reply is not None:
+                    connection.recv(100)
+                    connection.sendall(reply)
+                else:
+                    connection.recv(1000)
+                    connection.recv(1000)  # until the client has closed the connection
+
+        threads.submit(answer)
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(UsageError, match=reason):
+            run(make_engine(), make_role())
 
 
 def test_the_handler_of_sigterm_remains(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,9 @@ RETRY_S: Final = 10.0
 MOST_REQUESTS: Final = 8
 """Maximum number of nodes that a growing run requests at the same time."""
 _SHOWN_CHARS: Final = 400
+_HTTP2_SETTINGS: Final = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""An empty frame of the type SETTINGS, which both ends of HTTP/2 send first."""
+_HTTP2_START: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +148,27 @@ def connect(**options: Any) -> None:
     address = os.environ.get("RAY_ADDRESS")
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     try:
-        if port.isdigit():  # fail early, because ray.init retries for minutes
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        if port.isdigit():
+            _check_server(host.strip("[]"), int(port))
         ray.init(**options)
         if handler != signal.SIG_DFL and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray has replaced it by a handler that ends the process
     except (OSError, RuntimeError, ValueError) as error:
         place = f"at RAY_ADDRESS={address}" if address else "on this machine"
-        reason = printable(" ".join(str(error).split()), _SHOWN_CHARS)
+        reason = printable(" ".join(str(error).split()), _SHOWN_CHARS).rstrip(".")
         raise UsageError(
             f"no Ray cluster {place}: {reason}. Run ray start --head, or set RAY_ADDRESS to host:port of a cluster"
         ) from None
+
+
+def _check_server(host: str, port: int) -> None:
+    """Raise OSError unless a server with Ray's protocol, gRPC, answers. ``ray.init`` would retry for minutes."""
+    with socket.create_connection((host, port), _CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return
+        connection.sendall(_HTTP2_START)
+        if connection.recv(len(_HTTP2_SETTINGS))[3:4] != _HTTP2_SETTINGS[3:4]:
+            raise ConnectionError("the server there is not Ray")
 
 
 def find_places(actors: Sequence[Any], timeout_s: float) -> list[NodePlace]:
