@@ -185,6 +185,6 @@ def test_chromium_draws_the_page(tmp_path: Path) -> None:
     for rank, phase in enumerate(("communication", "forward", "communication")):
         ranks[rank:] = [{**ranks[0], "rank": rank, "examples_per_s": 0.0, "phases": {phase: 1.0}, "last_seen_s": 0.0}]
     page.write_bytes(make_report(state))
-    assert "no progress: all ranks wait for rank 1. Run paceline stacks</span>" in draw(page)
+    assert "no progress: the other ranks wait for rank 1. Run paceline stacks</span>" in draw(page)
     page.write_bytes(make_report({**state, "has_ended": True}))
     assert "no progress" not in draw(page)
