@@ -1,4 +1,4 @@
-"""Values that the processes of an elastic training share, also with processes that start later."""
+"""Values that the processes of an elastic training share, including processes that start later."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SharedValues:
         return self._store.get(key, time.monotonic() + self._timeout.total_seconds())
 
     def publish(self, value: bytes) -> None:
-        """Replace this process's published value, which :meth:`published` returns, also after its death."""
+        """Replace this process's published value, which :meth:`published` returns even after its death."""
         self._store.replace(_published_key(self._member), self._published, value)
         self._published = value
 

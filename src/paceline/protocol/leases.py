@@ -158,7 +158,7 @@ class EpochLeases:
         return {member for lease in self._leases for member in lease.members if member is not None}
 
     def lease(self, parts: tuple[int, ...], members: Iterable[int], number: int = 0) -> None:
-        """Lease the next items to the ranks of a round; `parts` are the ranks' numbers of items.
+        """Lease the next items to the ranks of a round; `parts` has each rank's number of items.
 
         `number` is the number of the round since the last committed step, for :meth:`keep`.
         """
@@ -170,7 +170,7 @@ class EpochLeases:
         return any(lease.numbers(_other(lease.members, contributors)) for lease in self._leases)
 
     def keep(self, contributors: Collection[int], applied: Mapping[int, int] | None = None) -> None:
-        """Give the leased items of all members except the contributors back to :attr:`remaining`.
+        """Return the leased items of all members except the contributors to :attr:`remaining`.
 
         `applied` has the number of rounds that other members had applied since the last committed step.
         """

@@ -112,7 +112,7 @@ class _RayRun(Closing):
         self._names: dict[int, str] = {}
         self._results: RankResults
         self._pending: dict[Any, tuple[int, Callable[[int, Any], None]]] = {}
-        """The numbers of nodes by the references to results, each with the function that receives the result."""
+        """For each reference to a result: the number of the node, and the function that receives the result."""
         self._attempts_s: dict[int, float] = {}
         """The times at which to start lost nodes again."""
         self._ends_s = math.inf

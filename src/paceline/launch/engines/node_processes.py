@@ -104,9 +104,9 @@ class NodeEngine(RunEngine, Generic[_Process]):
         return None
 
     def _is_over(self, first: _Process) -> bool:
-        """Return whether the last role has ended, given its first process, although other processes have not.
+        """Return whether an elastic role has ended, because its `first` process ended successfully some time ago.
 
-        A node that joins at the end of an elastic run would wait for the first node.
+        Other processes may still exist: a node that joins at the end of the run would wait for the first node.
         """
         if not first.role.is_elastic or first.status() != 0:
             return False

@@ -23,8 +23,8 @@ _LEAST_BYTES: Final = 1 << 16
 class StateTensors:
     """The tensors of one rank's state: of the model, the optimizers and the registered states.
 
-    A *family* has tensors with equal numbers of elements, such as a parameter and its entries in the optimizer's state.
-    Families are divided into chunks. The other tensors, which are usually small, are in no chunk.
+    A *family* is a set of tensors with equal numbers of elements, such as a parameter and its optimizer state. Families
+    are divided into chunks. The other tensors, which are usually small, are in no chunk.
     """
 
     def __init__(self, strategy: Strategy) -> None:

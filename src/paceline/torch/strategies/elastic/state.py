@@ -63,7 +63,7 @@ class StateTransfer:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         """The memory of the parts. It is used again, because the first access to new memory is slow."""
         self._description: dict[str, Any] | None = None
-        """The last description that a newcomer has received, until :meth:`load`."""
+        """On a newcomer, the last received description; None after :meth:`load`."""
         self._rest: list[torch.Tensor] = []
         """The received values of the tensors that are in no chunk."""
         self._has_positions = False
@@ -189,7 +189,7 @@ class StateTransfer:
         )
 
     def load(self) -> None:
-        """On a newcomer, load the values that :meth:`share` has received. Chunks need no load, they are in place."""
+        """On a newcomer, load the values that :meth:`share` has received. Chunks are already in the tensors."""
         description, self._description = self._description, None
         if description is None:
             return

@@ -305,7 +305,7 @@ def _is_compiling_code() -> bool:
 def check_may_write(
     slot: Slot, ranks: Ranks, tables: DenseTables, consistency: Consistency, *, all_take_part: bool
 ) -> None:
-    """Raise UsageError if the program's write to a parameter has not the effect that it would have on one device."""
+    """Raise UsageError if the program's write to a parameter would not have the same effect as on one device."""
     problem = f"rank {ranks.rank}: parameter {slot.name!r} was written to after prepare()"
     if ranks.size > 1 and not isinstance(consistency, Sequential) and tables.num_steps:
         raise UsageError(

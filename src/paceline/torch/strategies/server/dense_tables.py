@@ -156,7 +156,7 @@ class DenseTables:
         token = ranks.share(prefix, secrets.token_hex(4))
         self.rules: list[UpdateRule] = [rule_of(optimizer, group) for group in optimizer.param_groups]
         self._sent: list[UpdateRule | None] = [*self.rules]
-        """The rules that this rank knows to be on the servers."""
+        """The rules on the servers, as far as this rank knows."""
         self.tables: list[DenseTable | None] = [
             client.dense_table(
                 f"{prefix} {token} group {position}",
@@ -173,7 +173,7 @@ class DenseTables:
             for bucket in (bucket for slot in slots for bucket in slot.buckets):
                 assert table is not None
                 bucket.table = table
-        # Servers accept the declared rule, also after another rank has changed it.
+        # Servers accept the declared rule even after another rank has changed it.
         self._specs = {
             table: table.spec.with_update(to_fields(rule))
             for table, rule in zip(self.tables, self.rules, strict=True)
