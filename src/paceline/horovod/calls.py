@@ -16,7 +16,7 @@ from paceline.horovod.context import Context, current
 from paceline.horovod.engine import HorovodEngine
 from paceline.horovod.entries import TensorEntry
 from paceline.horovod.execution import AVERAGE
-from paceline.horovod.process_sets import ProcessSet
+from paceline.horovod.process_sets import ProcessSet, number_of
 from paceline.kernels.combine import DTYPES
 from paceline.protocol.negotiation.requests import Key, TensorRequest
 
@@ -78,7 +78,7 @@ def request(
     """
     context = current()
     # A training repeats its calls, so the requests of the last equal call are used again.
-    number = process_set.process_set_id
+    number = getattr(process_set, "process_set_id", None)
     call = (name, number, operation, reduction, root, scales, len(tensors) if is_grouped else -1)
     requests = context.requests.get(call)
     are_arrays: Sequence[bool] = [False] * len(tensors)
@@ -86,7 +86,7 @@ def request(
         number = _check_member(context, process_set, operation)
         are_arrays = [not isinstance(value, Tensor) for value in tensors]
         tensors = [as_tensor(value, is_target=bool(in_place)) for value in tensors]
-        own_name = context.next_name(number) if name is None else name
+        own_name = context.next_name(number) if name is None else _check_name(name)
         requests = _make_requests(
             tensors, own_name, operation, reduction, root, scales, is_grouped=is_grouped, process_set=number
         )
@@ -116,12 +116,20 @@ def request(
 
 def _check_member(context: Context, process_set: ProcessSet, operation: str) -> int:
     """Return the number of a process set. Raises UsageError if this rank cannot use it."""
-    number = process_set.process_set_id
-    if number is None:
-        raise UsageError(f"{process_set} was not added; pass it to init() or add_process_set() first")
+    number = number_of(process_set)
     if not process_set.included():
         raise UsageError(f"rank {context.group.rank} is not in {process_set}, so it cannot run {operation} there")
     return number
+
+
+def _check_name(name: object) -> str:
+    """Return the name of an operation. Raises UsageError if the other ranks cannot receive it."""
+    try:
+        if isinstance(name, str) and name.encode():
+            return name
+    except UnicodeEncodeError:
+        pass
+    raise UsageError(f"got name={name!r}, expected a text in Unicode, or None")
 
 
 def _make_requests(

@@ -66,6 +66,8 @@ _context: Context | None = None
 def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
     """Connect this rank to the other ranks. All ranks must call this function. If Horovod is initialized, do nothing.
 
+    If Horovod has ended because of an error, or because another rank has called :func:`shutdown`, start again.
+
     The ranks and the address come from the launcher: ``paceline run``, torchrun, horovodrun, mpirun or Slurm. Without
     a launcher, this process is the only rank. If only some ranks take part, `comm` is the list of their numbers. With
     ``paceline run --min-ranks``, the present ranks take part. A new process waits until the other ranks call this
@@ -77,7 +79,9 @@ def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] |
     """
     global _context
     if _context is not None:
-        return
+        if not _context.engine.is_closed:
+            return
+        shutdown()
     if comm is not None and not (isinstance(comm, Sequence) and all(isinstance(rank, int) for rank in comm)):
         raise UsageError(f"got comm={comm!r}, expected a list of ranks; communicators of MPI are not supported")
     if isinstance(process_sets, str) and process_sets != "dynamic":

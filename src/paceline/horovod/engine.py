@@ -23,9 +23,11 @@ from paceline.errors import CollectiveError, first_line
 from paceline.horovod.entries import EntryTable, TensorEntry
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.execution import TensorExecutor
-from paceline.horovod.stalls import StallInspector, main_thread_line
+from paceline.horovod.stalls import StallInspector
 from paceline.horovod.traces import PhaseRecorder, RankTraces
 from paceline.horovod.wakeups import Wakeups
+from paceline.observe.stuck.report import script_calls
+from paceline.observe.stuck.stacks import StackFrame
 from paceline.protocol.negotiation.negotiator import Negotiator
 from paceline.protocol.negotiation.requests import (
     ADD_PROCESS_SET,
@@ -77,8 +79,8 @@ class HorovodEngine:
         self._last_joined = -1
         """The rank that joined last; -1 until all ranks have joined."""
         self._failure = ""
-        self._lines: list[str] = []
-        """On rank 0, the line that each rank's main thread executes. Empty in rounds without reports."""
+        self._stacks: list[list[StackFrame]] = []
+        """On rank 0, the calls of each rank's script. Empty in rounds without reports."""
         self._stall = ""
         """On rank 0, the error that the next decision sends to all ranks."""
         self._recorder: PhaseRecorder | None = None
@@ -88,6 +90,11 @@ class HorovodEngine:
         self._traced_s = 0.0
         """The time at which this rank last sent its events to rank 0."""
         self._thread = threading.Thread(target=self._serve, name="paceline-horovod", daemon=True)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all further operations fail, after an error or after a rank has left."""
+        return bool(self._failure)
 
     def start(self) -> None:
         self._thread.start()
@@ -285,18 +292,18 @@ class HorovodEngine:
                 self._inspect_stalls(self._stalls)
             if self._recorder is not None and time.monotonic() - self._traced_s >= _CHECK_S:
                 self._request_reports()
-            self._lines.clear()
+            self._stacks.clear()
 
     def _decide(self) -> NegotiationDecision:
         """Send this rank's report to rank 0, and return the decision of rank 0."""
         with self._lock:
             report = self._negotiator.report()
-        report = msgspec.structs.replace(report, line=main_thread_line())
+        report = msgspec.structs.replace(report, calls=script_calls())
         reports = self._group.gather_objects(msgspec.msgpack.encode(report))
         data = b""
         if reports is not None:
             decoded = [read_meta(text, NegotiationReport, "a report of the negotiation") for text in reports]
-            self._lines = [report.line for report in decoded]
+            self._stacks = [[StackFrame(*call) for call in report.calls] for report in decoded]
             decision = self._negotiator.decide(decoded)
             decision = msgspec.structs.replace(decision, timeline=self._timeline, failure=self._stall)
             data = msgspec.msgpack.encode(decision)
@@ -314,11 +321,11 @@ class HorovodEngine:
         time_s = time.monotonic()
         if not any(stalls.find_late(missing, time_s)):
             return
-        if self._lines:
-            warning, self._stall = stalls.describe(missing, time_s, self._lines)
+        if self._stacks:
+            warning, self._stall = stalls.describe(missing, time_s, self._stacks)
             if warning:
                 _log.warning("%s", warning)
-        if self._stall or not self._lines:
+        if self._stall or not self._stacks:
             self._request_reports()
 
     def _set_recorder(self, timeline: int) -> None:

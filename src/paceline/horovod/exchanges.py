@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.horovod.calls import Splits, request, synchronize
 from paceline.horovod.context import current
 from paceline.horovod.execution import AVERAGE
-from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.process_sets import ProcessSet, global_process_set, number_of
 from paceline.protocol.negotiation.requests import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST
 
 
@@ -63,9 +64,10 @@ class _AllGatherFunction(torch.autograd.Function):
 
 def _broadcast(tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool) -> int:
     current()
+    number_of(process_set)
     if root_rank not in process_set.ranks:
         raise UsageError(f"got root_rank={root_rank}, expected one of the ranks {process_set.ranks}")
-    return request(BROADCAST, [tensor], name, process_set, in_place=in_place, root=root_rank)
+    return request(BROADCAST, [tensor], name, process_set, in_place=in_place, root=int(root_rank))
 
 
 def broadcast_async(
@@ -117,6 +119,7 @@ def alltoall_async(
 ) -> int:
     """Start an all-to-all, and return its handle. The result is the received rows and splits."""
     current()
+    number_of(process_set)
     size = len(process_set.ranks)
     shape = tuple(getattr(tensor, "shape", ()))
     if splits is None:
@@ -124,10 +127,10 @@ def alltoall_async(
             raise UsageError(f"got {shape[0]} rows, which {size} ranks cannot divide equally; pass splits")
         rows = [shape[0] // size] * size if shape else []
     else:
-        given = torch.as_tensor(splits)
-        if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-            raise UsageError(f"got splits of {given.dtype}, expected integers")
-        rows = [int(number) for number in given.tolist()]
+        try:
+            rows = [operator.index(number) for number in (splits.tolist() if hasattr(splits, "tolist") else splits)]
+        except TypeError:
+            raise UsageError(f"got splits={splits!r}, expected a list, an array or a tensor of integers") from None
         if len(rows) != size or min(rows) < 0 or not shape or sum(rows) != shape[0]:
             raise UsageError(
                 f"got splits {rows} for {shape[0] if shape else 0} rows and {size} ranks; pass one number per rank, "

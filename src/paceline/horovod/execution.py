@@ -156,16 +156,19 @@ def _reduce(
     group: Group, source: Tensor, request: TensorRequest, rows: Sequence[int] | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Return the scaled reduction of a tensor over all ranks. With `rows`, return only this rank's rows."""
-    is_average = request.reduction == AVERAGE
-    is_mean = is_average and source.is_floating_point()
-    name = "mean" if is_mean else "sum" if is_average else request.reduction
+    name, divides = request.reduction, False
+    if name == AVERAGE:
+        # Another number of ranks has no exact inverse, so its average is the divided sum. Then the mean of equal
+        # values is the same value.
+        divides = not source.is_floating_point() or group.size & (group.size - 1) > 0
+        name = "sum" if divides else "mean"
     scaled = _scale(source, request.prescale)
     if rows is not None:
         result: Tensor = group.reduce_scatter(scaled, name, sizes=rows)
     else:
         result = group.all_reduce(scaled, name, out=scaled if scaled is not source else out)
-    if is_average and not is_mean:
-        result = result.div_(group.size, rounding_mode="trunc")
+    if divides:
+        result.div_(group.size, rounding_mode=None if result.is_floating_point() else "trunc")
     return _scale(result, request.postscale)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.horovod.calls import synchronize
 from paceline.horovod.compression import Compression, Compressor
-from paceline.horovod.context import can_change_size, size
+from paceline.horovod.context import can_change_size, current, size
 from paceline.horovod.objects import check_optimizer
-from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.process_sets import ProcessSet, global_process_set, number_of
 from paceline.horovod.reductions import (
     Adasum,
     Average,
@@ -281,6 +281,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     Raises UsageError for invalid arguments.
     """
     check_optimizer(optimizer)
+    current()
+    number_of(process_set)
     reduction_of(op)  # raises UsageError for a wrong value
     if not hasattr(compression, "compress"):
         raise UsageError(f"got compression={compression!r}, expected Compression.none, Compression.fp16 or .bf16")

@@ -45,6 +45,15 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
+def number_of(process_set: object) -> int:
+    """Return the number of a process set. Raises UsageError if it was not added, or if it is another object."""
+    if not isinstance(process_set, ProcessSet):
+        raise UsageError(f"got process_set={process_set!r}, expected a ProcessSet")
+    if process_set.process_set_id is None:
+        raise UsageError(f"{process_set} was not added; pass it to init() or add_process_set() first")
+    return process_set.process_set_id
+
+
 global_process_set = ProcessSet([])
 """The process set of all ranks, which is the default of all operations."""
 

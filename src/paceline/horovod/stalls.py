@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from paceline.errors import name_ranks
+from paceline.observe.stuck.report import format_call
+from paceline.observe.stuck.stacks import StackFrame
 from paceline.protocol.negotiation.requests import Key
 
 _MOST_SHOWN: Final = 6
 """Names per missing rank in a warning."""
-_INSTALLED: Final = (*(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")), "<frozen ")
 
 
 class StallInspector:
@@ -40,10 +38,12 @@ class StallInspector:
         late = [key for key in missing if waits_s[key] >= self._warning_s and key not in self._warned]
         return late, [key for key in missing if 0 < self._failure_s <= waits_s[key]]
 
-    def describe(self, missing: Mapping[Key, tuple[int, ...]], time_s: float, lines: Sequence[str]) -> tuple[str, str]:
+    def describe(
+        self, missing: Mapping[Key, tuple[int, ...]], time_s: float, stacks: Sequence[Sequence[StackFrame]]
+    ) -> tuple[str, str]:
         """Return a warning, and the error that ends Horovod on all ranks. Either text may be empty.
 
-        `lines` has the line of Python that each rank executes.
+        `stacks` has the calls of each rank's script, the innermost last.
         """
         late, failed = self.find_late(missing, time_s)
         self._warned.update(late)
@@ -53,7 +53,10 @@ class StallInspector:
                 ranks.setdefault(rank, []).append(key[1])
         warning = error = ""
         if ranks:
-            found = [f"{rank}: {_shorten(names)}, executes {lines[rank]}" for rank, names in sorted(ranks.items())]
+            found = [
+                "\n  ".join([f"{rank}: {_shorten(names)}", *map(format_call, stacks[rank])])
+                for rank, names in sorted(ranks.items())
+            ]
             warning = (
                 "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are "
                 f"waiting for remainder of ranks for more than {self._warning_s:g} seconds. Check that all ranks call "
@@ -61,28 +64,14 @@ class StallInspector:
             )
         if failed:
             ranks_of_first = missing[failed[0]]
-            places = "; ".join(f"rank {rank} executes {lines[rank]}" for rank in ranks_of_first)
+            places = "; ".join(
+                " executes ".join([f"rank {rank}", *map(format_call, stacks[rank][-1:])]) for rank in ranks_of_first
+            )
             error = (
                 f"{failed[0][1]!r} has waited for {name_ranks(ranks_of_first)} for {self._failure_s:g} s "
                 f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): {places}. Check that all ranks call the same operations"
             )
         return warning, error
-
-
-def main_thread_line() -> str:
-    """Return the line of the script that the main thread executes, such as ``line 12 of train.py, in main``.
-
-    Frames of installed packages, the standard library and Paceline are left out.
-    """
-    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(_INSTALLED) or frame.f_globals.get("__name__", "").startswith("paceline.")
-    ):
-        frame = frame.f_back
-    found = frame or innermost
-    if found is None:
-        return "no line, because it has ended"
-    return f"line {found.f_lineno} of {found.f_code.co_filename}, in {found.f_code.co_name}"
 
 
 def _shorten(names: list[str]) -> str:

@@ -24,6 +24,8 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 def start(rank: int, size: int) -> None:
     with raises(ValueError, "Horovod has not been initialized; use hvd.init()."):
         hvd.size()
+    with raises(ValueError, "Horovod has not been initialized; use hvd.init()."):
+        hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)]))
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "30"
     hvd.init()
 
@@ -63,6 +65,8 @@ def check_all_reduce(rank: int, size: int) -> None:
     assert hvd.allreduce(torch.tensor(float(rank))).item() == 1.0
     assert hvd.allreduce(torch.tensor([-5, 5]) if rank == 0 else torch.zeros(2, dtype=torch.int64)).tolist() == [-1, 1]
     assert hvd.allreduce(torch.zeros(0, 4)).shape == (0, 4)
+    average = hvd.allreduce(torch.tensor(71.0 * (rank > 0)))
+    assert average.equal(torch.tensor(142.0) / 3)  # which 142.0 * (1 / 3) does not equal
     strided = torch.full((4, 3), float(rank)).t()
     hvd.allreduce_(strided, op=hvd.Sum)
     assert strided.tolist() == [[3.0] * 4] * 3
@@ -141,7 +145,7 @@ def check_all_gather(rank: int, size: int) -> None:
 def check_broadcast(rank: int, size: int) -> None:
     for root in range(size):
         given = torch.full((3, 2), float(rank))
-        assert hvd.broadcast(given, root).tolist() == [[float(root)] * 2] * 3
+        assert hvd.broadcast(given, np.int64(root)).tolist() == [[float(root)] * 2] * 3
         assert given.mean().item() == rank
         assert hvd.broadcast_(given, root_rank=root) is given
         assert given.mean().item() == root
@@ -158,7 +162,7 @@ def check_all_to_all(rank: int, size: int) -> None:
         begin = (0, 1, 3)[rank]
         expected = [begin + row + 10 * source for source in range(size) for row in range(rank + 1)]
         assert received[:, 0].tolist() == expected
-    for invalid in ([1, 2], [1, 2, 4], torch.tensor([1.0, 2.0, 3.0])):
+    for invalid in ([1, 2], [1, 2, 4], torch.tensor([1.0, 2.0, 3.0]), [[1], [2], [3]], "abc", 6):
         with raises(ValueError, "splits"):
             hvd.alltoall(rows, splits=invalid)
     with raises(ValueError, "7 rows"):
@@ -282,6 +286,13 @@ def check_names_in_use(rank: int, size: int) -> None:
     assert hvd.synchronize(handle).item() == 1.0
     assert hvd.synchronize(handle) is None
     assert hvd.synchronize(1 << 40) is None
+    for name in (5, "\ud800"):  # the other ranks could not read such a request
+        with raises(ValueError, f"name={name!r}"):
+            hvd.allreduce(torch.ones(1), name=name)
+    for process_set in (None, 0):
+        for call in (hvd.allreduce, hvd.alltoall, hvd.barrier):
+            with raises(ValueError, f"process_set={process_set}"):
+                call(*([torch.ones(3)] if call is not hvd.barrier else []), process_set=process_set)
     with raises(ValueError, "supersedes average"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
     with raises(ValueError, "op=17"):
@@ -409,6 +420,15 @@ def last_shutdown_and_init(rank: int, size: int) -> None:
         with raises(hvd.HorovodInternalError, "shut down"):
             hvd.synchronize(pending)
     assert "paceline-horovod" not in [thread.name for thread in threading.enumerate()]
+    hvd.init()
+    if rank == 1:
+        hvd.shutdown()
+    else:
+        with raises(hvd.HorovodInternalError, "shut down"):
+            hvd.allreduce(torch.ones(1))
+    hvd.init()  # starts again on all ranks
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+    hvd.shutdown()
     hvd.init(process_sets=[hvd.ProcessSet([0, 1])])
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     hvd.shutdown()

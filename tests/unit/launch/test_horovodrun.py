@@ -221,8 +221,10 @@ def test_the_host_discovery_script(slots: Path, capsys: pytest.CaptureFixture[st
     ("script", "message"),
     [
         ("echo broken >&2; exit 3", "ended with status 3: broken"),
-        ("echo b:4", "printed the host b, but ranks on other hosts cannot be added to a running training"),
+        ("echo b:4", "printed 'b:4', but ranks on other hosts cannot be added to a running training"),
         ("echo own", "printed 'own', expected a line such as localhost:4"),
+        ("echo own:9999999", "expected a line such as localhost:4"),
+        ("printf '\\377:1'", "has printed '\ufffd:1', but ranks on other hosts"),
         ("echo own:1", "has printed 1 slots for 0 s, and --num-proc is 2"),
     ],
 )

@@ -18,6 +18,8 @@ _POLL_S: Final = 1.0
 _SCRIPT_S: Final = 60.0
 """Time limit of the script."""
 _SHOWN_CHARS: Final = 300
+_MOST_DIGITS: Final = 6
+"""Of a number of slots."""
 
 
 class HostDiscovery(Closing):
@@ -62,23 +64,30 @@ class HostDiscovery(Closing):
         """Run the script; return the number of slots."""
         try:
             done = subprocess.run(
-                self._script, shell=True, capture_output=True, text=True, timeout=_SCRIPT_S, check=True
+                self._script,
+                shell=True,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_SCRIPT_S,
+                check=True,
             )
         except subprocess.CalledProcessError as error:
             text = printable(error.stderr.strip().rpartition("\n")[2], _SHOWN_CHARS) or "it printed no error"
             raise UsageError(f"{self._name} has ended with status {error.returncode}: {text}") from None
-        except (subprocess.TimeoutExpired, UnicodeDecodeError) as error:
-            raise UsageError(f"{self._name}: {error}") from None
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"{self._name} has not ended within {_SCRIPT_S:g} s") from None
         num_slots = 0
         for line in filter(None, map(str.strip, done.stdout.splitlines())):
             host, _, slots = line.rpartition(":") if ":" in line else (line, "", str(self._slots_per_host))
+            shown = printable(line, _SHOWN_CHARS)
+            if not slots.isdecimal() or len(slots) > _MOST_DIGITS:
+                raise UsageError(f"{self._name} has printed '{shown}', expected a line such as localhost:4")
             if host not in self._own_names:
                 raise UsageError(
-                    f"{self._name} has printed the host {host}, but ranks on other hosts cannot be added to a running "
+                    f"{self._name} has printed '{shown}', but ranks on other hosts cannot be added to a running "
                     "training. Print localhost, or pass --hosts and --min-num-proc instead of the script"
                 )
-            if not slots.isdecimal():
-                raise UsageError(f"{self._name} has printed {line!r}, expected a line such as localhost:4")
             num_slots += int(slots)
         return num_slots
 

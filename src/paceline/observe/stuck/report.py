@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from paceline.environment import environment
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, printable
 from paceline.observe.stuck.recorder import COLLECTIVE, MESSAGE, REQUEST, RecordedEvent, RecordedGroup
 from paceline.observe.stuck.stacks import ProcessState, StackFrame, collect
 
@@ -26,6 +26,8 @@ _ONCE_IN_S: Final = 60.0
 _MOST_FRAMES: Final = 4
 """Calls inside libraries that are shown after the last call of the script."""
 _OMITTED: Final = StackFrame("", 0, "...")
+_MOST_CHARS: Final = 1000
+"""Of the name of a file."""
 
 
 def format_stacks(states: Sequence[ProcessState], *, is_full: bool = False) -> str:
@@ -44,7 +46,7 @@ def format_stacks(states: Sequence[ProcessState], *, is_full: bool = False) -> s
     lines: list[str] = []
     for (_, problem, frames), members in order:
         lines += ["", name_processes(members), *_describe_operations(members)]
-        lines += [f"  no stack: {problem}"] if problem else [f"  {_format_frame(frame)}" for frame in frames]
+        lines += [f"  no stack: {problem}"] if problem else [f"  {format_call(frame)}" for frame in frames]
     return "\n".join(lines[1:])
 
 
@@ -150,7 +152,8 @@ def _is_library(frame: StackFrame) -> bool:
     return frame.file.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in frame.file
 
 
-def _format_frame(frame: StackFrame) -> str:
+def format_call(frame: StackFrame) -> str:
+    """Return the place of a call, with the line of a script."""
     if frame is _OMITTED:
         return "..."
     source, place = "", frame.file.rpartition(f"site-packages{os.sep}")[2]
@@ -186,8 +189,23 @@ def _format_process(state: ProcessState) -> list[str]:
         return [*lines, f"  no stack: {state.problem}", ""]
     for thread, frames in sorted(state.threads.items(), key=lambda item: item[0] != state.process.main_thread):
         lines.append("  main thread" if thread == state.process.main_thread else f"  thread {thread:#x}")
-        lines += [f"    {_format_frame(frame)}" for frame in frames]
+        lines += [f"    {format_call(frame)}" for frame in frames]
     return [*lines, ""]
+
+
+def script_calls() -> tuple[StackFrame, ...]:
+    """Return the calls of the script in this process's main thread, the innermost last.
+
+    If all calls are inside libraries, return the last one.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls: list[StackFrame] = []
+    while frame is not None:
+        calls.insert(0, StackFrame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    found = [call for call in calls if not _is_library(call)] or calls[-1:]
+    # A name of a file that is not UTF-8 could not be sent to other processes.
+    return tuple(call._replace(file=printable(call.file, _MOST_CHARS)) for call in found)
 
 
 def print_stall(reason: str, folder: Path | None = None) -> None:

@@ -69,8 +69,8 @@ class NegotiationReport(Struct, frozen=True, array_like=True):
     invalid: tuple[Natural, ...] = ()
     """Slots of the cache that all ranks must evict, because this rank reports their requests again."""
     joins: bool = False
-    line: str = ""
-    """The line of Python that the rank's main thread executes."""
+    calls: tuple[tuple[str, int, str], ...] = ()
+    """The file, the line and the function of each call of the rank's script, the innermost last."""
 
 
 class NegotiatedResponse(Struct, frozen=True, array_like=True):

@@ -104,8 +104,8 @@ def _shape_to_compare(request: TensorRequest) -> str:
 _Describe: TypeAlias = Callable[[TensorRequest], object]
 _CHECKS: Final[tuple[tuple[str, str, _Describe], ...]] = (
     # The title of the error (`%s` is the operation), its verb, and the value that must be equal.
-    ("data types", "had type", lambda request: request.dtype),
     ("operations", "did an", lambda request: request.operation.upper()),
+    ("data types", "had type", lambda request: request.dtype),
     ("reduction operation", "specified reduction", lambda request: request.reduction),
     ("prescale and/or postscale factors", "used", lambda request: (request.prescale, request.postscale)),
     ("%s tensor shapes", "sent a tensor of shape", _shape_to_compare),
