@@ -86,11 +86,11 @@ def request(
         number = _check_member(context, process_set, operation)
         are_arrays = [not isinstance(value, Tensor) for value in tensors]
         tensors = [as_tensor(value, is_target=bool(in_place)) for value in tensors]
-        own_name = context.next_name(number) if name is None else _check_name(name)
+        own_name = context.next_name(number) if name in (None, "") else _check_name(name)
         requests = _make_requests(
             tensors, own_name, operation, reduction, root, scales, is_grouped=is_grouped, process_set=number
         )
-        if name is not None:
+        if name:
             if len(context.requests) >= _MOST_REQUESTS:
                 context.requests.clear()
             context.requests[call] = requests
@@ -129,7 +129,7 @@ def _check_name(name: object) -> str:
             return name
     except UnicodeEncodeError:
         pass
-    raise UsageError(f"got name={name!r}, expected a text in Unicode, or None")
+    raise UsageError(f"got name={name!r}, expected text without surrogates, or None")
 
 
 def _make_requests(
@@ -147,6 +147,10 @@ def _make_requests(
     for place, tensor in enumerate(tensors):
         if tensor.dtype == torch.bool and reduction == AVERAGE:
             raise UsageError("booleans have no average. Pass op=Max (any rank), op=Min (all ranks), or tensor.float()")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise UsageError(
+                f"got a tensor on the device {tensor.device}, expected the CPU or CUDA; move it with .cpu()"
+            )
         request = TensorRequest(
             name=f"{name}.{place + 1}of{len(tensors)}" if is_grouped else name,
             operation=operation,
@@ -172,20 +176,23 @@ def _fits(request: TensorRequest, tensor: Tensor) -> bool:
         and _DTYPES.get(tensor.dtype) == request.dtype
         and (tensor.is_cpu if request.device == "cpu" else tensor.device.type == request.device)
         and tensor.layout is torch.strided
+        and 0 not in tensor.stride()
     )
 
 
 def as_tensor(value: Any, *, is_target: bool = False) -> Tensor:
     """Return a tensor with the memory of `value`. `is_target` means that the operation writes its result into it."""
-    if isinstance(value, Tensor):
-        return value
-    if not isinstance(value, np.ndarray):
-        raise UsageError(f"got {type(value).__name__}, expected a PyTorch tensor or a NumPy array")
-    if not value.flags.writeable:
-        if is_target:
+    tensor: Tensor = value
+    if isinstance(value, np.ndarray):
+        if is_target and not value.flags.writeable:
             raise UsageError("the array is read-only, so no result can be written into it; pass a writable array")
-        value = value.copy()
-    return torch.from_numpy(value)
+        tensor = torch.from_numpy(value if value.flags.writeable else value.copy())
+    elif not isinstance(value, Tensor):
+        raise UsageError(f"got {type(value).__name__}, expected a PyTorch tensor or a NumPy array")
+    strides = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    if is_target and any(length > 1 and stride == 0 for length, stride in strides):
+        raise UsageError("items of the tensor share memory, as in an expanded tensor; pass a copy for the result")
+    return tensor
 
 
 def _name_of_dtype(tensor: Tensor) -> str:

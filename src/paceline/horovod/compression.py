@@ -13,7 +13,7 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor to send, and a value for :meth:`decompress`."""
+        """Return the tensor to send, and a value for :meth:`decompress`. Arrays of NumPy are not changed."""
         return tensor, None
 
     @staticmethod
@@ -27,10 +27,12 @@ class _ShortFloats(Compressor):
         self._dtype = dtype
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:  # type: ignore[override]
-        return (tensor.to(self._dtype) if tensor.is_floating_point() else tensor), tensor.dtype
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            return tensor.to(self._dtype), tensor.dtype
+        return tensor, None
 
     def decompress(self, tensor: Tensor, ctx: Any) -> Tensor:  # type: ignore[override]
-        return tensor.to(ctx)
+        return tensor if ctx is None else tensor.to(ctx)
 
 
 class Compression:

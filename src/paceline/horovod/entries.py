@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.protocol.negotiation.requests import Key, TensorRequest
-
-_MOST_ORDERS: Final = 16
 
 
 class TensorEntry:
@@ -69,32 +66,19 @@ class EntryTable:
         self._entries: dict[Key, TensorEntry] = {}
         self._running: Sequence[TensorEntry | None] = ()
         """The entries of the running operation."""
-        self._orders: dict[int, tuple[Sequence[Key], list[Key], Callable[..., Any]]] = {}
-        """For operations that took all entries: the keys of the operation, the keys of the table, and a function that
-        puts the entries into the order of the operation. The key of this dictionary is the identity of the first.
-        """
 
     def add(self, keys: Iterable[Key], entries: Iterable[TensorEntry]) -> None:
         self._entries.update(zip(keys, entries))  # noqa: B905  (takes less time)
 
     def take(self, keys: Sequence[Key]) -> Sequence[TensorEntry | None]:
-        """Remove and return the entries of an operation; None for the requests of other ranks only.
-
-        A training repeats its operations, so the order of the last equal operation is used again.
-        """
-        present = list(self._entries) if len(keys) == len(self._entries) > 1 else []
-        known, order_of, sort = self._orders.get(id(keys), ((), [], tuple))
-        if present and known is keys and order_of == present:
-            self._running = sort(list(self._entries.values()))
-            self._entries.clear()
-            return self._running
-        self._running = [self._entries.pop(key, None) for key in keys]
-        if present and not self._entries:
-            if len(self._orders) >= _MOST_ORDERS:
-                self._orders.clear()
-            places = {key: place for place, key in enumerate(present)}
-            self._orders[id(keys)] = keys, present, itemgetter(*map(places.__getitem__, keys))
-        return self._running
+        """Remove and return the entries of an operation; None for the requests of other ranks only."""
+        entries = self._running = [*map(self._entries.get, keys)]
+        if len(entries) == len(self._entries) and None not in entries:
+            self._entries.clear()  # takes less time
+        else:
+            for key in keys:
+                self._entries.pop(key, None)
+        return entries
 
     def operation_ended(self) -> None:
         self._running = ()

@@ -31,35 +31,37 @@ def grouped_allgather_async(
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Return the tensors of all ranks, concatenated along the first axis. The numbers of rows may differ."""
-    if not isinstance(tensor, Tensor):
-        return synchronize(allgather_async(tensor, name, process_set))
-    return _AllGatherFunction.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
+    return _AllGatherFunction.apply(name, process_set, False, tensor)[0]  # type: ignore[no-untyped-call]
 
 
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Return the results of :func:`allgather` of several tensors. Gradients flow through them."""
-    if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
-        return [allgather(tensor, name and f"{name}.{place}", process_set) for place, tensor in enumerate(tensors)]
-    result: list[Any] = synchronize(grouped_allgather_async(tensors, name, process_set))
-    return result
+    return [*_AllGatherFunction.apply(name, process_set, True, *tensors)]  # type: ignore[no-untyped-call]
 
 
 class _AllGatherFunction(torch.autograd.Function):
-    """The all-gather. The gradient is this rank's rows of the average over all ranks, as in Horovod."""
+    """The all-gather of one or more tensors.
+
+    The gradient is this rank's rows of the average over all ranks, as in Horovod.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Any:
-        ctx.num_rows, ctx.process_set = tensor.shape[0] if tensor.dim() else 0, process_set
-        return synchronize(allgather_async(tensor, name, process_set))
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, is_grouped: bool, *tensors: Any) -> Any:
+        result = synchronize(request(ALLGATHER, tensors, name, process_set, is_grouped=is_grouped))
+        ctx.num_rows, ctx.process_set = [len(tensor) for tensor in tensors], process_set
+        return tuple(result) if is_grouped else (result,)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         rows = allgather(torch.tensor([ctx.num_rows]), process_set=ctx.process_set)
-        average = _average(gradient, ctx.process_set)
-        start = int(rows[: ctx.process_set.rank()].sum())
-        return average.narrow(0, start, ctx.num_rows), None, None
+        starts = rows[: ctx.process_set.rank()].sum(0).tolist()
+        averages = synchronize(
+            request(ALLREDUCE, gradients, None, ctx.process_set, in_place=False, is_grouped=True, reduction=AVERAGE)
+        )
+        parts = zip(averages, starts, ctx.num_rows, strict=True)
+        return None, None, None, *(average.narrow(0, start, length) for average, start, length in parts)
 
 
 def _broadcast(tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool) -> int:
@@ -95,8 +97,6 @@ def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return the tensor of the global rank `root_rank`. The tensors of all ranks must have the same shape."""
-    if not isinstance(tensor, Tensor):
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
     return _BroadcastFunction.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
 
 
@@ -148,10 +148,7 @@ def alltoall(
     `splits` is the number of rows for each rank. Without it, all ranks get equally many rows. With it, return a pair:
     the received rows, and the number of rows from each rank.
     """
-    if isinstance(tensor, Tensor):
-        output, received = _AllToAllFunction.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
-    else:
-        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+    output, received = _AllToAllFunction.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     return output if splits is None else (output, received)
 
 

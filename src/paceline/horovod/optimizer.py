@@ -286,6 +286,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     reduction_of(op)  # raises UsageError for a wrong value
     if not hasattr(compression, "compress"):
         raise UsageError(f"got compression={compression!r}, expected Compression.none, Compression.fp16 or .bf16")
+    if backward_passes_per_step < 1:
+        raise UsageError(f"got backward_passes_per_step={backward_passes_per_step}, expected 1 or more")
+    if not gradient_predivide_factor > 0.0:
+        raise UsageError(f"got gradient_predivide_factor={gradient_predivide_factor}, expected a positive number")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor not supported with op != Average; pass op=Average or leave it out")
     if num_groups:

@@ -19,7 +19,7 @@ from paceline.horovod.calls import request, synchronize
 from paceline.horovod.compression import Compression, Compressor
 from paceline.horovod.context import current
 from paceline.horovod.errors import HorovodInternalError
-from paceline.horovod.exchanges import allgather, allgather_async
+from paceline.horovod.exchanges import allgather_async, grouped_allgather
 from paceline.horovod.execution import AVERAGE
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.protocol.negotiation.requests import ADASUM, ALLREDUCE, REDUCESCATTER
@@ -67,11 +67,9 @@ def request_all_reduce(
     is_grouped: bool = False,
 ) -> int:
     """Start the all-reduce of one tensor or of a group, and return its handle. `scales` are the two factors."""
-    reduction = _REDUCTIONS.get(Average if op is None else op) if average is None else None
-    if reduction is None or reduction == ADASUM:
-        reduction = reduction_of(op, average)
-        if reduction == ADASUM:
-            _check_adasum(process_set)
+    reduction = reduction_of(op, average)
+    if reduction == ADASUM:
+        _check_adasum(process_set)
     return request(
         ALLREDUCE,
         tensors,
@@ -141,8 +139,6 @@ def allreduce(
     Raises HorovodInternalError if the ranks' tensors differ in shape or dtype, or if a rank is lost.
     """
     scales = prescale_factor, postscale_factor
-    if not isinstance(tensor, Tensor):
-        return synchronize(allreduce_async(tensor, average, name, op, *scales, process_set))
     compressed, ctx = compression.compress(tensor)
     (reduced,) = _AllReduceFunction.apply((average, name, op, scales, process_set, False), compressed)  # type: ignore[no-untyped-call]
     return compression.decompress(reduced, ctx)
@@ -203,9 +199,6 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Return the reductions of several tensors over all ranks. Gradients flow through them. See :func:`allreduce`."""
     scales = prescale_factor, postscale_factor
-    if not all(isinstance(tensor, Tensor) for tensor in tensors):
-        result: list[Any] = synchronize(grouped_allreduce_async(tensors, average, name, op, *scales, process_set))
-        return result
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = _AllReduceFunction.apply((average, name, op, scales, process_set, True), *(pair[0] for pair in pairs))  # type: ignore[no-untyped-call]
     return [compression.decompress(tensor, pair[1]) for tensor, pair in zip(reduced, pairs, strict=True)]
@@ -311,10 +304,8 @@ def reducescatter(
     If the number of rows is not a multiple of the number of ranks, each of the first ranks gets one more row.
     """
     scales = prescale_factor, postscale_factor
-    if not isinstance(tensor, Tensor):
-        return synchronize(reducescatter_async(tensor, name, op, process_set, *scales))
     compressed, ctx = compression.compress(tensor)
-    reduced = _ReduceScatterFunction.apply(compressed, name, op, process_set, scales)  # type: ignore[no-untyped-call]
+    (reduced,) = _ReduceScatterFunction.apply((name, op, process_set, scales, False), compressed)  # type: ignore[no-untyped-call]
     return compression.decompress(reduced, ctx)
 
 
@@ -329,32 +320,26 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """Return the results of :func:`reducescatter` of several tensors. Gradients flow through them."""
     scales = prescale_factor, postscale_factor
-    if not all(isinstance(tensor, Tensor) for tensor in tensors):
-        result: list[Any] = synchronize(grouped_reducescatter_async(tensors, name, op, process_set, *scales))
-        return result
-    if any(tensor.requires_grad for tensor in tensors):
-        return [
-            reducescatter(tensor, name and f"{name}.{place}", compression, op, process_set, *scales)
-            for place, tensor in enumerate(tensors)
-        ]
     pairs = [compression.compress(tensor) for tensor in tensors]
-    handle = grouped_reducescatter_async([pair[0] for pair in pairs], name, op, process_set, *scales)
-    reduced = synchronize(handle)
+    arguments = name, op, process_set, scales, True
+    reduced = _ReduceScatterFunction.apply(arguments, *(pair[0] for pair in pairs))  # type: ignore[no-untyped-call]
     return [compression.decompress(tensor, pair[1]) for tensor, pair in zip(reduced, pairs, strict=True)]
 
 
 class _ReduceScatterFunction(torch.autograd.Function):
-    """The reduce-scatter. The gradient is the all-gather of the ranks' gradients, scaled as in Horovod."""
+    """The reduce-scatter of one or more tensors.
+
+    The gradient is the all-gather of the ranks' gradients, scaled as in Horovod.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, name: str | None, op: int, process_set: ProcessSet, scales: tuple[float, float]
-    ) -> Any:
-        ctx.op, ctx.process_set, ctx.scale = op, process_set, scales[0] * scales[1]
-        return synchronize(reducescatter_async(tensor, name, op, process_set, *scales))
+    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        name, op, process_set, scales, is_grouped = arguments
+        result = synchronize(_reduce_scatter(tensors, name, op, process_set, scales, is_grouped=is_grouped))
+        ctx.process_set, ctx.scale = process_set, scales[0] * scales[1] * (process_set.size() if op == Sum else 1)
+        return tuple(result) if is_grouped else (result,)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.op == Sum:
-            gradient = gradient * ctx.process_set.size()
-        return allgather(gradient * ctx.scale, process_set=ctx.process_set), None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        scaled = [gradient * ctx.scale for gradient in gradients]
+        return None, *grouped_allgather(scaled, process_set=ctx.process_set)

@@ -143,9 +143,10 @@ def check_all_gather(rank: int, size: int) -> None:
 
 
 def check_broadcast(rank: int, size: int) -> None:
-    for root in range(size):
+    root: Any
+    for root in np.arange(size):
         given = torch.full((3, 2), float(rank))
-        assert hvd.broadcast(given, np.int64(root)).tolist() == [[float(root)] * 2] * 3
+        assert hvd.broadcast(given, root).tolist() == [[float(root)] * 2] * 3
         assert given.mean().item() == rank
         assert hvd.broadcast_(given, root_rank=root) is given
         assert given.mean().item() == root
@@ -226,6 +227,9 @@ def check_arrays(rank: int, size: int) -> None:
     assert hvd.allreduce(fixed).tolist() == [1.0, 1.0]
     with raises(ValueError, "read-only"):
         hvd.allreduce_(fixed)
+    with raises(ValueError, "share memory"):
+        hvd.allreduce_(torch.ones(1).expand(3))
+    assert hvd.allreduce(torch.ones(1).expand(3)).tolist() == [1.0] * 3
     for invalid in (torch.zeros(2, dtype=torch.complex64), torch.zeros(2).to_sparse(), [1.0]):
         with raises(ValueError):
             hvd.allreduce(invalid)
@@ -286,13 +290,18 @@ def check_names_in_use(rank: int, size: int) -> None:
     assert hvd.synchronize(handle).item() == 1.0
     assert hvd.synchronize(handle) is None
     assert hvd.synchronize(1 << 40) is None
-    for name in (5, "\ud800"):  # the other ranks could not read such a request
-        with raises(ValueError, f"name={name!r}"):
-            hvd.allreduce(torch.ones(1), name=name)
-    for process_set in (None, 0):
-        for call in (hvd.allreduce, hvd.alltoall, hvd.barrier):
-            with raises(ValueError, f"process_set={process_set}"):
-                call(*([torch.ones(3)] if call is not hvd.barrier else []), process_set=process_set)
+    wrong: Any
+    for wrong in (5, "\ud800"):  # the other ranks could not read such a request
+        with raises(ValueError, f"name={wrong!r}"):
+            hvd.allreduce(torch.ones(1), name=wrong)
+    for wrong in (None, 0):
+        with raises(ValueError, f"process_set={wrong}"):
+            hvd.alltoall(torch.ones(3), process_set=wrong)
+        with raises(ValueError, f"process_set={wrong}"):
+            hvd.barrier(process_set=wrong)
+    with raises(ValueError, "device meta"):
+        hvd.allreduce(torch.ones(1, device="meta"))
+    assert hvd.allreduce(torch.ones(1), name="", op=hvd.Sum).item() == size
     with raises(ValueError, "supersedes average"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
     with raises(ValueError, "op=17"):

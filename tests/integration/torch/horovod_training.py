@@ -119,6 +119,10 @@ def check_misuse(rank: int, size: int) -> None:
         make(named_parameters=[*names, ("0.weight", names[1][1])])
     with raises(ValueError, "were not named", "[3, 4]"):
         make(named_parameters=names[1:])
+    with raises(ValueError, "backward_passes_per_step=0"):
+        make(backward_passes_per_step=0)
+    with raises(ValueError, "gradient_predivide_factor=0.0"):
+        make(gradient_predivide_factor=0.0)
     with raises(ValueError, "gradient_predivide_factor not supported"):
         make(gradient_predivide_factor=2.0, op=hvd.Sum)
     with raises(ValueError, "non-negative integer"):

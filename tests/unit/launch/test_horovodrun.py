@@ -18,6 +18,7 @@ from paceline.launch.horovodrun.config import read_config
 from paceline.launch.horovodrun.discovery import HostDiscovery
 from paceline.launch.horovodrun.options import HorovodrunOptions, OptionEffect
 from paceline.launch.horovodrun.translation import RunTranslation, translate
+from paceline.observe.stuck.processes import find_state
 from paceline.version import __version__
 
 TRANSLATED = {
@@ -215,6 +216,30 @@ def test_the_host_discovery_script(slots: Path, capsys: pytest.CaptureFixture[st
         while discovery.num_slots == 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert discovery.num_slots == 5
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_host_discovery_script_that_hangs(closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are killed at the time limit, and if the training ends."""
+    pid = tmp_path / "pid"
+    monkeypatch.setattr("paceline.launch.horovodrun.discovery._SCRIPT_S", 60.0 if closes else 0.0)
+    hangs = f"sleep 600 & echo $! > {pid}; wait"
+    with HostDiscovery(f"test -e {tmp_path}/ready && {{ {hangs}; }}; echo own:2", None, ("own",)) as discovery:
+        if closes:
+            assert discovery.wait(2, 0.0) == 2
+        (tmp_path / "ready").touch()
+        if closes:
+            deadline = time.monotonic() + 20.0
+            while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        else:
+            with pytest.raises(UsageError, match="has not ended within 0 s"):
+                discovery.wait(2, 0.0)
+        began = time.monotonic()
+    assert time.monotonic() - began < 20.0
+    while (state := find_state(int(pid.read_text()))) not in ("", "Z") and time.monotonic() < began + 20.0:
+        time.sleep(0.05)
+    assert state in ("", "Z")
 
 
 @pytest.mark.parametrize(

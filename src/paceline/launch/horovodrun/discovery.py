@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import threading
 import time
@@ -56,29 +59,14 @@ class HostDiscovery(Closing):
             try:
                 self.num_slots = self._discover()
             except UsageError as error:
-                if str(error) != problem:
+                if str(error) != problem and not self._is_closing.is_set():
                     problem = str(error)
                     report(f"{problem}. The number of ranks stays {self.num_slots}")
 
     def _discover(self) -> int:
         """Run the script; return the number of slots."""
-        try:
-            done = subprocess.run(
-                self._script,
-                shell=True,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_SCRIPT_S,
-                check=True,
-            )
-        except subprocess.CalledProcessError as error:
-            text = printable(error.stderr.strip().rpartition("\n")[2], _SHOWN_CHARS) or "it printed no error"
-            raise UsageError(f"{self._name} has ended with status {error.returncode}: {text}") from None
-        except subprocess.TimeoutExpired:
-            raise UsageError(f"{self._name} has not ended within {_SCRIPT_S:g} s") from None
         num_slots = 0
-        for line in filter(None, map(str.strip, done.stdout.splitlines())):
+        for line in filter(None, map(str.strip, self._run_script().splitlines())):
             host, _, slots = line.rpartition(":") if ":" in line else (line, "", str(self._slots_per_host))
             shown = printable(line, _SHOWN_CHARS)
             if not slots.isdecimal() or len(slots) > _MOST_DIGITS:
@@ -90,6 +78,27 @@ class HostDiscovery(Closing):
                 )
             num_slots += int(slots)
         return num_slots
+
+    def _run_script(self) -> str:
+        """Return the output of the script. If it has not ended in time, or at :meth:`close`, kill its processes."""
+        pipe, deadline_s = subprocess.PIPE, time.monotonic() + _SCRIPT_S
+        with subprocess.Popen(
+            self._script, shell=True, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
+        ) as process:
+            try:
+                while True:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        output, errors = process.communicate(timeout=_POLL_S)
+                        break
+                    if self._is_closing.is_set() or time.monotonic() >= deadline_s:
+                        raise UsageError(f"{self._name} has not ended within {_SCRIPT_S:g} s")
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        if process.returncode:
+            text = printable(errors.strip().rpartition("\n")[2], _SHOWN_CHARS) or "it printed no error"
+            raise UsageError(f"{self._name} has ended with status {process.returncode}: {text}")
+        return output
 
     @override
     def close(self) -> None:
