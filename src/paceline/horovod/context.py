@@ -61,6 +61,8 @@ class Context:
 
 
 _context: Context | None = None
+_starting = threading.Lock()
+"""Held by the thread that calls :func:`init`."""
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
@@ -77,11 +79,14 @@ def init(comm: Sequence[int] | None = None, process_sets: Iterable[ProcessSet] |
 
     Raises UsageError for invalid arguments and variables, DeadlineError and RankLostError if ranks are missing.
     """
+    with _starting:
+        if _context is None or _context.engine.is_closed:
+            shutdown()
+            _start(comm, process_sets)
+
+
+def _start(comm: Sequence[int] | None, process_sets: Iterable[ProcessSet] | str | None) -> None:
     global _context
-    if _context is not None:
-        if not _context.engine.is_closed:
-            return
-        shutdown()
     if comm is not None and not (isinstance(comm, Sequence) and all(isinstance(rank, int) for rank in comm)):
         raise UsageError(f"got comm={comm!r}, expected a list of ranks; communicators of MPI are not supported")
     if isinstance(process_sets, str) and process_sets != "dynamic":

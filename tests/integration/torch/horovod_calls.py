@@ -27,7 +27,11 @@ def start(rank: int, size: int) -> None:
     with raises(ValueError, "Horovod has not been initialized; use hvd.init()."):
         hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)]))
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "30"
-    hvd.init()
+    threads = [threading.Thread(target=hvd.init) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -69,8 +69,8 @@ class NegotiationReport(Struct, frozen=True, array_like=True):
     invalid: tuple[Natural, ...] = ()
     """Slots of the cache that all ranks must evict, because this rank reports their requests again."""
     joins: bool = False
-    calls: tuple[tuple[str, int, str], ...] = ()
-    """The file, the line and the function of each call of the rank's script, the innermost last."""
+    calls: tuple[tuple[str, int, str, str], ...] = ()
+    """The file, the line number, the function and the line of each call of the rank's script, the innermost last."""
 
 
 class NegotiatedResponse(Struct, frozen=True, array_like=True):
