@@ -190,7 +190,7 @@ def as_tensor(value: Any, *, is_target: bool = False) -> Tensor:
     elif not isinstance(value, Tensor):
         raise UsageError(f"got {type(value).__name__}, expected a PyTorch tensor or a NumPy array")
     strides = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
-    if is_target and any(length > 1 and stride == 0 for length, stride in strides):
+    if is_target and tensor.numel() and any(length > 1 and stride == 0 for length, stride in strides):
         raise UsageError("items of the tensor share memory, as in an expanded tensor; pass a copy for the result")
     return tensor
 

@@ -234,6 +234,7 @@ def check_arrays(rank: int, size: int) -> None:
     with raises(ValueError, "share memory"):
         hvd.allreduce_(torch.ones(1).expand(3))
     assert hvd.allreduce(torch.ones(1).expand(3)).tolist() == [1.0] * 3
+    assert hvd.allreduce_(np.zeros((0, 4))).shape == (0, 4)  # NumPy's strides of an empty array may be 0
     for invalid in (torch.zeros(2, dtype=torch.complex64), torch.zeros(2).to_sparse(), [1.0]):
         with raises(ValueError):
             hvd.allreduce(invalid)
