@@ -70,9 +70,10 @@ class TensorExecutor:
         if request.operation == BROADCAST:
             self._broadcast(group, request, entry)
         elif request.operation in (ALLREDUCE, ALLGATHER, ALLTOALL, REDUCESCATTER):
-            source = _neutral_tensor(request) if entry is None else entry.source()
+            # The contribution of a joined rank is neutral without the scale.
+            source = _neutral_tensor(request) if entry is None else _scale(entry.source(), request.prescale)
             if request.operation == ALLREDUCE and request.reduction == ADASUM:
-                result = adasum(group, source)
+                result = _scale(adasum(group, source), request.postscale)
             elif request.operation == ALLREDUCE:
                 out = entry.output if entry is not None and entry.stream is None else None
                 result = _reduce(group, source, request, out=out)
@@ -97,14 +98,18 @@ class TensorExecutor:
             sources = [entry.tensor for entry in own]
         else:
             pairs = zip(requests, entries, strict=True)
-            sources = [_neutral_tensor(request) if entry is None else entry.source() for request, entry in pairs]
+            sources = [
+                _neutral_tensor(request) if entry is None else _scale(entry.source(), request.prescale)
+                for request, entry in pairs
+            ]
         fused, parts, are_vectors = self._fusion_buffer(requests)
         if are_vectors:
             torch.cat(sources, out=fused)  # takes half as long
         else:
             torch._foreach_copy_(parts, sources)
         self._end_phase("MEMCPY_IN_FUSION_BUFFER")
-        result = _reduce(group, fused, requests[0], out=fused)
+        source = _scale(fused, requests[0].prescale) if is_on_host else fused
+        result = _reduce(group, source, requests[0], out=fused)
         if result.data_ptr() != fused.data_ptr():
             fused.copy_(result)
         self._end_phase("PACELINE_ALLREDUCE")
@@ -155,20 +160,20 @@ class TensorExecutor:
 def _reduce(
     group: Group, source: Tensor, request: TensorRequest, rows: Sequence[int] | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return the scaled reduction of a tensor over all ranks. With `rows`, return only this rank's rows."""
+    """Return the reduction of a tensor over all ranks, times the second scale. With `rows`, return this rank's rows."""
     name, divides = request.reduction, False
     if name == AVERAGE:
         # Another number of ranks has no exact inverse, so its average is the divided sum. Then the mean of equal
         # values is the same value.
         divides = not source.is_floating_point() or group.size & (group.size - 1) > 0
         name = "sum" if divides else "mean"
-    scaled = _scale(source, request.prescale)
     if rows is not None:
-        result: Tensor = group.reduce_scatter(scaled, name, sizes=rows)
+        result: Tensor = group.reduce_scatter(source, name, sizes=rows)
     else:
-        result = group.all_reduce(scaled, name, out=scaled if scaled is not source else out)
+        result = group.all_reduce(source, name, out=out)
     if divides:
-        result.div_(group.size, rounding_mode=None if result.is_floating_point() else "trunc")
+        with torch.inference_mode():  # the result may be a tensor from the inference mode of the caller
+            result.div_(group.size, rounding_mode=None if result.is_floating_point() else "trunc")
     return _scale(result, request.postscale)
 
 

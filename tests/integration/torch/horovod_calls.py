@@ -131,6 +131,8 @@ def check_inference_mode(rank: int, size: int) -> None:
         scaled = hvd.allreduce(tensors[2], op=hvd.Sum, postscale_factor=2.0, name="scaled")
         hvd.grouped_allreduce_(tensors, op=hvd.Sum, name="in place")
         gathered = hvd.allgather(tensors[0])
+        averages = [hvd.allreduce(torch.tensor([rank]).to(dtype)) for dtype in (torch.float32, torch.int64)]
+    assert [average.item() for average in averages] == [1.0, 1]
     assert [result.tolist() for result in results] == [tensor.tolist() for tensor in tensors]
     assert [result[0].item() for result in results] == [3.0] * 3
     assert scaled.tolist() == [6.0] * 3
@@ -323,6 +325,10 @@ def check_join(rank: int, size: int) -> None:
             assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="sum").tolist() == [len(active)] * 2
         assert hvd.allreduce(torch.ones(2)).tolist() == [torch.tensor(len(active) / size).item()] * 2
         assert hvd.allreduce(torch.full((2,), 5), op=hvd.Min).tolist() == [5, 5]
+        product = hvd.allreduce(torch.full((2,), 3.0), op=hvd.Product, prescale_factor=2.0)
+        assert product.tolist() == [6.0 ** len(active)] * 2
+        scaled = hvd.grouped_allreduce([torch.tensor(5), torch.tensor(6)], op=hvd.Min, prescale_factor=-1.0)
+        assert [value.item() for value in scaled] == [-5, -6]
         assert hvd.allgather(torch.full((2,), rank)).tolist() == [number for number in active for _ in range(2)]
         assert hvd.broadcast(torch.tensor([rank]), size - 1).tolist() == [size - 1]
         assert hvd.alltoall(torch.full((size,), rank)).tolist() == active
