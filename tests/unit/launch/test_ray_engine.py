@@ -89,7 +89,7 @@ def test_nodes_have_the_resources_of_their_roles(ray: FakeRay, monkeypatch: pyte
 def test_a_lost_node_ends_the_run(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(number: int, wait_end: Callable[[], object]) -> int:
         if number == 0:
-            raise RayError("a traceback\nthe node died")
+            raise RayError("a traceback\n\tthe node died.\n")
         wait_end()
         return 143
 
@@ -98,7 +98,7 @@ def test_a_lost_node_ends_the_run(ray: FakeRay, monkeypatch: pytest.MonkeyPatch)
     assert end.status == 1
     assert end.reason is not None
     assert "10.0.0.1" in end.reason
-    assert "the node died" in end.reason
+    assert ": the node died; the other nodes were ended" in end.reason
     assert ray.groups == []
 
 

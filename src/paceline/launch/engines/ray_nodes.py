@@ -215,4 +215,4 @@ def load_values(arguments: Iterable[Any]) -> list[Any]:
 
 def _reason_of(error: RayError) -> str:
     """Return the last line of an error of Ray, which names the cause. The lines before it are tracebacks."""
-    return printable(str(error).strip().split("\n")[-1], _SHOWN_CHARS)
+    return printable(str(error).strip().split("\n")[-1].strip(), _SHOWN_CHARS).rstrip(".")
