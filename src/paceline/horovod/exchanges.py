@@ -145,8 +145,8 @@ def alltoall(
 ) -> Any:
     """Send rows of `tensor` to each rank, and return the received rows in the order of ranks.
 
-    `splits` is the number of rows for each rank. Without it, all ranks get equally many rows. With it, return a pair:
-    the received rows, and the number of rows from each rank.
+    `splits` is the number of rows for each rank. Without it, all ranks get the same number of rows. With it, return a
+    pair: the received rows, and the number of rows from each rank.
     """
     output, received = _AllToAllFunction.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     return output if splits is None else (output, received)

@@ -22,7 +22,7 @@ _SCRIPT_S: Final = 60.0
 """Time limit of the script."""
 _SHOWN_CHARS: Final = 300
 _MOST_DIGITS: Final = 6
-"""Of a number of slots."""
+"""The maximum number of digits of a number of slots."""
 
 
 class HostDiscovery(Closing):

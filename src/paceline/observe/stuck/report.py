@@ -27,7 +27,7 @@ _MOST_FRAMES: Final = 4
 """Calls inside libraries that are shown after the last call of the script."""
 _OMITTED: Final = StackFrame("", 0, "...")
 _MOST_CHARS: Final = 1000
-"""Of the name of a file."""
+"""The maximum length of the name of a file."""
 
 
 def format_stacks(states: Sequence[ProcessState], *, is_full: bool = False) -> str:
