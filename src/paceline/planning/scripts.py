@@ -22,7 +22,7 @@ from paceline.launch import RunOptions
 from paceline.launch.fork_server import module_command
 from paceline.launch.run.plan import command_of
 from paceline.launch.run.run import check_script
-from paceline.launch.supervisor import Supervisor, spawn
+from paceline.launch.supervisor import Supervisor, describe_status, spawn
 from paceline.planning.options import ScriptOptions
 from paceline.planning.predictions import StrategyCandidate
 from paceline.planning.waiting import without_outliers
@@ -168,7 +168,8 @@ class MeasuredCommand:
                         output.seek(0)
                         lines = output.read().decode(errors="replace").split("\n")
                         last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-                        raise PeerError(f"{self.script} failed{under} with status {status}: {printable(last, 300)}")
+                        end = f"failed{under} with status {status}" if status > 0 else describe_status(status) + under
+                        raise PeerError(f"{self.script} {end}: {printable(last, 300)}")
             finally:
                 supervisor.close(_END_S, signal.SIGTERM)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.launch import RunOptions
 from paceline.planning.calibration import key_of
 from paceline.planning.explaining import choose_options, show_explanation
@@ -93,4 +93,11 @@ def test_slow_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: b
     script = tmp_path / "train.py"
     script.write_text(f"import os, pathlib, time\n{mark}\ntime.sleep(60)\n")
     with pytest.raises(UsageError, match=message):
+        MeasuredCommand(str(script)).profile(1, 1)
+
+
+def test_a_killed_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, signal\nprint('reading data', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    with pytest.raises(PeerError, match=r"train\.py was killed by SIGKILL: reading data"):
         MeasuredCommand(str(script)).profile(1, 1)
