@@ -331,6 +331,8 @@ def test_temporary_failures_of_the_api_server(cluster: KubernetesCluster, capfd:
     output, errors = capfd.readouterr()
     assert output == "hello\nhello\n"
     assert errors.count("The run continues") == 2
+    assert "(429)" in errors
+    assert "(410)" in errors
     assert cluster.failures == []
     assert cluster.objects == {}
 

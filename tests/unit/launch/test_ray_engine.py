@@ -272,7 +272,9 @@ def test_the_command(
     assert "# node 1: 3 CPU, 1 GPU\n" in text
     assert text.count("--threads 1") == 3
     assert run_command(monkeypatch, "--dry-run", "--min-ranks", "1", "--max-ranks", "13") == 0
-    assert "# up to 2 more nodes, when Ray has resources\n" in capfd.readouterr().out
+    text = capfd.readouterr().out
+    assert "# up to 2 more nodes, when Ray has resources\n" in text
+    assert [line.rpartition("# ")[2] for line in text.splitlines() if "--max-ranks 13" in line] == ["ranks"] * 2
     assert run_command(monkeypatch, "--namespace", "n") == 2
     assert "--namespace is for --on kubernetes" in capfd.readouterr().err
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -162,7 +162,8 @@ class ClusterApi:
                 f"the request to {settings.host} has a wrong value: {first_line(error)}. Correct the file of KUBECONFIG"
             ) from None
         except urllib3.exceptions.HTTPError as error:
-            reason = printable(str(error).rpartition(": ")[2], _SHOWN_CHARS)
+            is_broken = isinstance(error, urllib3.exceptions.ProtocolError)
+            reason = "the connection broke" if is_broken else printable(str(error).rpartition(": ")[2], _SHOWN_CHARS)
             was_sent = not isinstance(error, urllib3.exceptions.NewConnectionError | urllib3.exceptions.SSLError)
             message = f"the API server at {settings.host} does not answer: {reason}"
             raise ApiError(message, 0, was_sent=was_sent) from None

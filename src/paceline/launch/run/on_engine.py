@@ -94,7 +94,8 @@ def roles_of(options: RunOptions) -> list[RunRole]:
     )
     if not num_servers:
         return [ranks]
-    words = words_of(replace(inner, job="server", nnodes=nnodes, log_dir=None, module=False, no_python=False))
+    inner = replace(inner, log_dir=None, module=False, no_python=False, max_ranks=None)  # options of the ranks only
+    words = words_of(replace(inner, job="server", nnodes=nnodes))
     num_hosts = min(num_servers, nnodes)
     num_cpus = -(-num_servers // num_hosts)
     return [RunRole(name="servers", command=(*command, *words), num_nodes=num_hosts, num_cpus=num_cpus), ranks]
