@@ -166,8 +166,9 @@ def train(name: str, *, is_paused: bool) -> None:
     torch.manual_seed(0)
     model, inputs, batch_size = (make_paused_model if is_paused else make_model)(name)
     data = TensorDataset(inputs, torch.randint(0, 10, (len(inputs),)))
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3) if is_paused else torch.optim.Adam(model.parameters())
-    model, optimizer, loader = pt.strategy().prepare(model, optimizer, DataLoader(data, batch_size, shuffle=True))
+    model, optimizer, loader = pt.strategy().prepare(
+        model, torch.optim.Adam(model.parameters()), DataLoader(data, batch_size, shuffle=True)
+    )
     while True:
         for x, y in loader:
             optimizer.zero_grad()

@@ -55,7 +55,7 @@ PIPELINES = ("perceptron", "cnn", "residual", "transformer")
 """The models that compute and that can be divided into stages."""
 LATENCY = "50us"
 STEPS = 50
-LEAST_STEPS, MOST_S = 6, 1.5
+LEAST_STEPS, MOST_S = 6, 1.0
 """Between hosts, fewer steps are measured if they take longer than these seconds."""
 CLOSE = 0.95
 
