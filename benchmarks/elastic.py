@@ -9,8 +9,9 @@ with the smallest and the largest value:
 longest step of the old rank when the replacement joins, minus its median step. If torchft is installed, the same for
 torchft on Gloo. torchft detects a lost replica group after 5 s without a heartbeat by default; 1 s is shown too;
 - join, with a state of 400 MB (parameters of 133 MB): the longest step of the old rank while the new rank receives the
-state, minus its median step with two ranks; the longest time that the old rank spends on the transfer between two
-steps; and the sum over all these steps;
+state, minus its median step with two ranks; the same for 17 steps without a join, because steps differ without a join
+too; the longest time that the old rank spends on the transfer between two steps, without its wait for the new rank; and
+the sum over all steps of the join;
 - cost, with 50 ms of sleep: the time of forward, backward and step in an elastic run, minus this time in a run without
 ``--min-ranks``. The two runs alternate;
 - balance: the time of a step of 64 samples, without and with ``--balance``. One rank sleeps 1 ms per sample, and the
@@ -57,6 +58,9 @@ transfer_s = 0.0
 def heal(training, **options):
     global transfer_s
     begun_s = time.monotonic()
+    if training._group.has_newcomers:
+        training._group.exchange(lambda group: group.barrier())  # wait for the other rank
+        transfer_s -= time.monotonic() - begun_s
     original(training, **options)
     transfer_s += time.monotonic() - begun_s
 
@@ -336,6 +340,8 @@ class Joins:
     """The steps of the old rank while new ranks receive the state; times in seconds, compared with the median step."""
 
     longest: list[float] = field(default_factory=list)
+    usual: list[float] = field(default_factory=list)
+    """The longest of some steps before each join."""
     transfers: list[float] = field(default_factory=list)
     """The longest time for the transfer between two steps."""
     sums: list[float] = field(default_factory=list)
@@ -352,7 +358,7 @@ def measure_joins(kills: int) -> Joins:
             survivor, since_s = training.ranks()[0], 0.0
             for _ in range(kills):
                 training.wait_size(survivor, RANKS, since_s)
-                _wait_steps(training, survivor, 12)
+                _wait_steps(training, survivor, 20)
                 killed_s = time.monotonic()
                 os.kill(int(training.ranks()[-1].name.split()[1]), signal.SIGKILL)
                 _, alone_s = training.wait_size(survivor, RANKS - 1, killed_s)
@@ -377,6 +383,8 @@ def _record_join(joins: Joins, survivor: Path, joined_s: float, healed_s: float)
     typical_s = statistics.median(length_s for length_s, _, row in steps if row[3] == RANKS)
     healing = [(length_s - typical_s, part_s) for length_s, part_s, row in steps if joined_s <= row[0] <= healed_s]
     lengths, transfers = zip(*healing, strict=True)
+    usual = [length_s for length_s, _, row in steps if row[3] == RANKS and row[1] < joined_s]
+    joins.usual.append(max(usual[-17:]) - typical_s)
     joins.longest.append(max(lengths))
     joins.transfers.append(max(transfers))
     joins.sums.append(sum(lengths))
@@ -489,6 +497,7 @@ def show_faults(options: argparse.Namespace) -> None:
 def show_join(options: argparse.Namespace) -> None:
     joins = measure_joins(options.kills)
     show("pause of the old rank at a join, state of 400 MB", joins.longest)
+    show("the same for 17 steps before the join", joins.usual)
     show("longest transfer between two steps", joins.transfers)
     show("sum over all steps until the new rank has the state", joins.sums)
     print(f"number of these steps: {', '.join(map(str, joins.num_steps))}")

@@ -98,10 +98,10 @@ def add_interactions(indptr, indices, values, factors, sums, margins):  # type: 
 
 @njit(cache=True, nogil=True)
 def interaction_gradients(indptr, indices, values, factors, sums, residuals, out):  # type: ignore[no-untyped-def]
-    """Write the loss's gradient by `factors`, Σ_i r_i x_k (sums_if − v_kf x_k), to `out` (float32 [columns, dim]).
+    """Write the gradient with respect to `factors`, Σ_i r_i x_k (sums_if − v_kf x_k), to `out`.
 
-    `residuals` r (float32 [n]) are the derivatives of the loss by the margins. :func:`add_interactions` describes the
-    other arguments.
+    `residuals` r (float32 [n]) are the derivatives of the loss with respect to the margins. `out` is float32
+    [columns, dim]. :func:`add_interactions` describes the other arguments.
     """
     ones, dim = len(values) == 0, factors.shape[1]
     out[:] = np.float32(0)
@@ -148,10 +148,10 @@ def add_field_interactions(indptr, indices, values, fields, active, factors, wid
 def field_interaction_gradients(  # type: ignore[no-untyped-def]
     indptr, indices, values, fields, active, factors, width, residuals, out
 ):
-    """Write the gradient of the loss by `factors` to `out` (float32 [columns, fields * width]).
+    """Write the gradient of the loss with respect to `factors` to `out` (float32 [columns, fields * width]).
 
-    `residuals` (float32 [n]) are the derivatives of the loss by the margins. :func:`add_field_interactions` describes
-    the other arguments.
+    `residuals` (float32 [n]) are the derivatives of the loss with respect to the margins.
+    :func:`add_field_interactions` describes the other arguments.
     """
     ones = len(values) == 0
     out[:] = np.float32(0)

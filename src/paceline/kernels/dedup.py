@@ -25,9 +25,9 @@ def scratch_size(num_keys: int) -> int:
 def dedup(keys, scratch, unique, inverse):  # type: ignore[no-untyped-def]
     """Write the distinct keys to `unique` in order of first appearance, and return their number.
 
-    `keys` is uint64 [n]. `scratch` is int32 [scratch_size(n)] and is overwritten. `unique` is uint64 [n]. Its element
-    after the last distinct key is overwritten too. `inverse` (int32 [n]) is written so that ``unique[inverse] ==
-    keys``.
+    `keys` is uint64 [n]. `scratch` is int32 [scratch_size(n)] and is overwritten. `unique` is uint64 [n]. The element
+    of `unique` after the last distinct key is overwritten too. `inverse` (int32 [n]) is written so that
+    ``unique[inverse] == keys``.
     """
     scratch[:] = 0
     mask = np.uint64(len(scratch) - 1)
@@ -90,7 +90,7 @@ def select(keys, words, chosen):  # type: ignore[no-untyped-def]
     """Write the positions of the keys whose bucket is in a set to `chosen`, in order. Return the number of positions.
 
     `words` uint64 [8] is the set of buckets, as :func:`paceline.kernels.index.bucket_words` writes it. `chosen` is
-    int64 [n]. Its element after the last position is overwritten too.
+    int64 [n]. The element of `chosen` after the last position is overwritten too.
     """
     count = np.int64(0)
     for i in range(len(keys)):

@@ -136,7 +136,7 @@ def cross_fields(indptr, keys, values, starts, order, terms, out_indptr, out_key
 
     :func:`group_fields` writes `starts` and `order`. `terms` has the numbers of the fields of each cross, in ascending
     order. :func:`cross_features` describes the other arguments. A cross combines each choice of one pair from each of
-    its fields. If a cross has a field twice, it combines each two pairs of the field.
+    its fields. If a cross has a field twice, it combines every two of its pairs.
     """
     has_values = values.shape[0] > 0
     to = np.int64(0)
