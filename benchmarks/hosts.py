@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ NETWORK = "10.203.7"
 MAX_HOSTS = 64
 ROUNDS = 5
 LARGEST_PACKET = 16_000
+_NETWORKS = itertools.count()
 
 
 def ip(*words: object) -> None:
@@ -38,7 +40,7 @@ def ip(*words: object) -> None:
 @contextlib.contextmanager
 def network(num_hosts: int, rate: str) -> Iterator[list[str]]:
     """Create hosts, a switch, and links of the speed `rate` (``100Mbit``). Yield the names of the namespaces."""
-    tag = f"pl{os.getpid() % 10000}"
+    tag = f"pl{os.getpid() % 10000}n{next(_NETWORKS)}"  # the kernel deletes namespaces in the background
     names = [f"{tag}h{number}" for number in range(num_hosts)]
     limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms")
     try:
