@@ -145,7 +145,7 @@ def measure_ranks(num_hosts: int, mbit: int, strategy: str, kills: int) -> None:
             lost.append(running.wait_step(killed_s, num_hosts - 1) - killed_s)
             joined_s = running.wait_step(killed_s + lost[-1], num_hosts)
             running.wait_step(joined_s, num_hosts, USUAL_STEPS)
-            ends = [end_s for end_s, _ in running.steps() if abs(end_s - joined_s) < 0.5]
+            ends = [end_s for end_s, _ in running.steps() if killed_s + lost[-1] <= end_s <= joined_s + 1.0]
             joined.append(max(after - before for before, after in itertools.pairwise(ends)) - usual_s)
     show("killed rank", strategy, mbit, lost)
     show("joining rank", strategy, mbit, joined)

@@ -39,7 +39,7 @@ def loop(paceline: Commands, tmp_path: Path) -> Commands:
 def test_the_timeline_has_the_steps_of_ranks_and_servers(loop: Commands, tmp_path: Path) -> None:
     strategy = ["--strategy", "parameter-server", "--servers", "2", "--nproc-per-node", "2"]
     finished = loop.succeed("run", *strategy, "--timeline", "t.json", "--timeline-steps", "2:5", "loop.py")
-    assert "the timeline of steps 2 to 4 is in t.json" in finished.err
+    assert "t.json has the timeline of steps 2 to 4" in finished.err
     trace = check_chrome(tmp_path / "t.json")
     assert set(trace.processes.values()) == {"rank 0", "rank 1", "scheduler", "server 0", "server 1"}
     spans = Counter((process, row, span["name"]) for process, row, span in trace.spans())
@@ -62,7 +62,7 @@ def test_a_loop_that_ends_before_the_steps_and_the_format_of_perfetto(loop: Comm
 
 def test_the_operators_of_the_profiler(loop: Commands, tmp_path: Path) -> None:
     finished = loop.succeed("run", "--timeline", "t.json", "--timeline-steps", "2:5", "--timeline-operators", "loop.py")
-    assert "the timeline of steps 2 to 4 is in t.json" in finished.err
+    assert "t.json has the timeline of steps 2 to 4" in finished.err
     spans = list(check_chrome(tmp_path / "t.json").spans())
     steps = {span["name"]: span for _, _, span in spans if span["name"].startswith("step ")}
     linear = [span for _, row, span in spans if (row, span["name"]) == ("torch.profiler, thread 1", "aten::linear")]
@@ -92,7 +92,7 @@ def test_the_profile_of_the_script_itself(loop: Commands, tmp_path: Path) -> Non
 def test_the_timeline_of_a_click_model(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     options: list[str | Path] = ["--workers", "2", "--servers", "2", "--timeline", "t.json", "--timeline-steps", "1:4"]
     finished = paceline.succeed("train", click_log[0], "--batch-size", "32", *options)
-    assert "the timeline of steps 1 to 3 is in t.json" in finished.err
+    assert "t.json has the timeline of steps 1 to 3" in finished.err
     trace = check_chrome(tmp_path / "t.json")
     processes = {"driver", "scheduler", "server 0", "server 1", "worker 0", "worker 1"}
     assert set(trace.processes.values()) == processes

@@ -358,7 +358,7 @@ class ElasticGroup(Closing):
             store = PrefixStore(self._store, quorum_prefix(start.quorum))
             rank, size = start.members.index(self._rules.member), len(start.members)
             try:
-                self.group = join(
+                group = join(
                     store, rank, size, token=self._token, host=self._host, tls=self._tls,
                     name=f"quorum {start.quorum}", timeout=self.timeout,
                 )  # fmt: skip
@@ -366,6 +366,8 @@ class ElasticGroup(Closing):
                 epoch = 0 if self._patience else None  # with patience, newcomers may join after a failure too
                 start = self._request(self._rules.report(epoch))
                 continue
+            group.reuse_costs(self.group)  # a measurement would delay the next step by up to a second
+            self.group = group
             self.members, self._num_ready = start.members, start.num_ready
             self._limit_s = 0.0
             arguments = (store, start.quorum, self.group)

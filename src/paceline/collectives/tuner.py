@@ -7,6 +7,8 @@ of the processor cores, so the ranks time both algorithms once.
 Between hosts the tuner chooses the schedule with the shortest predicted time. A message of n bytes is predicted to take
 α + nβ, and its reduction nγ. At the first call the ranks measure α, β and γ in 10 ms to 1 s. All ranks use the values
 of the slowest rank, so that their choices are equal.
+
+If some ranks know the values from an earlier group (:meth:`Tuner.reuse`), all ranks use these, and measure nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import ctypes
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -81,8 +84,18 @@ class Tuner:
         self._connections = connections
         self._timeout_s = timeout_s
         self._local: dict[int, dict[str, float]] = {}
+        self._earlier_model: Model | None = None
+        self._earlier_local: dict[int, dict[str, float]] = {}
         self._chosen: dict[tuple[str, int], str] = {}
         self._measured: dict[tuple[str, str, int], deque[float]] = {}
+
+    def reuse(self, earlier: Tuner) -> None:
+        """Use the values of an earlier group instead of measurements. Some ranks may be new, and know no values.
+
+        All ranks that were in the earlier group must make this call before the first operation.
+        """
+        self._earlier_model = earlier.model or earlier._earlier_model
+        self._earlier_local = earlier._earlier_local | earlier._local
 
     def choose(self, operation: str, num_bytes: int, order: Order) -> tuple[Engine, str]:
         """Return the engine and the algorithm for an operation. All ranks must call this method.
@@ -200,7 +213,10 @@ class Tuner:
     def _fastest_local(self, shared: SharedMemory, num_bytes: int, order: Order) -> str:
         timed_size = self._timed_size(num_bytes)
         shared.barrier(order)
-        times = self._local[timed_size] = self._time_locally(shared, timed_size)
+        earlier = self._earlier_local.get(timed_size, {SHARED: 0.0, DIRECT: 0.0})
+        known = self._known(shared, [earlier[SHARED], earlier[DIRECT]])
+        times = dict(zip((SHARED, DIRECT), known, strict=True)) if known else self._time_locally(shared, timed_size)
+        self._local[timed_size] = times
         return _faster(times, timed_size)
 
     def _time_locally(self, shared: SharedMemory, num_bytes: int) -> dict[str, float]:
@@ -236,6 +252,9 @@ class Tuner:
     def measure(self) -> Model:
         """Measure the time per message, per byte and per reduced byte, with messages around a ring of all ranks."""
         network = self._connections.network(self._choose_schedule)
+        known = self._known(network, self._earlier_model or [0.0, 0.0, 0.0])
+        if known:
+            return Model(*known)
         alpha = self._time_shift(network, 8, 15)
         num_bytes, seconds = 1 << 16, 0.0
         while True:
@@ -263,6 +282,12 @@ class Tuner:
         median = np.array([statistics.median(times[1:])])
         self._agree(network, median)
         return float(median[0])
+
+    def _known(self, engine: Engine, values: Sequence[float]) -> list[float] | None:
+        """Return the largest of all ranks' `values`; None if they are 0 on all ranks, because no rank knows them."""
+        largest = np.array(values)
+        self._agree(engine, largest)
+        return largest.tolist() if largest.any() else None
 
     def _agree(self, engine: Engine, values: np.ndarray) -> None:
         area = Area(values.ctypes.data, values.nbytes)

@@ -218,8 +218,8 @@ def _describe(found: dict[int, SimulatedNodes], options: SimulateOptions) -> Ite
         yield bound
     if options.mtbf is not None:
         yield (
-            "After a failure, all-reduce and hybrid continue with the other ranks (--min-ranks, --replicas 1). The "
-            "other strategies restart from the last snapshot."
+            "After a failure, sharded training restarts from the last snapshot. Under the other strategies, the other "
+            "ranks continue (--min-ranks, --replicas 1)."
         )
 
 

@@ -232,7 +232,7 @@ def test_a_table_is_declared_with_the_initial_or_current_hyperparameters(servers
             assert found.number == table.number
             assert client.sparse_table("w", update=SGD(lr=lr)) is table
         for update in (SGD(lr=0.5), SGD(lr=0.25, weight_decay=0.1), Momentum(lr=0.25)):
-            with pytest.raises(TableMismatchError, match=r"known as .*lr=0\.25"):
+            with pytest.raises(TableMismatchError, match=r"exists as .*lr=0\.25"):
                 cluster.connect(observer=True).sparse_table("w", update=update)
         found.push(keys_of(1), floats(1)).wait()
         assert table.pull(keys_of(1)) == -0.25  # a declaration changes nothing

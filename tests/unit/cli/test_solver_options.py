@@ -16,7 +16,7 @@ _OF_BOTH = """
 data evaluation model format label positive categorical numeric numeric_scale epochs servers workers solver
 consistency replicas min_replicas non_finite l1 l2 weight class_weight keep_negatives filters save feature_names cache
 strict json quiet heartbeat_timeout scheduler token_file tls_cert tls_key tls_ca metrics metrics_file tensorboard
-dashboard report
+dashboard report timeline timeline_steps
 filter_module dim factor_lr factor_l1 factor_l2 factor_min_count hidden cross_layers tower_lr tower_l1 tower_l2
 classes context memory_limit spill_dir text ignore header max_malformed
 """

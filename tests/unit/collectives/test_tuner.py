@@ -65,3 +65,22 @@ def test_a_requested_algorithm_is_used_if_it_supports_the_call() -> None:
 def test_explain_reports_missing_measurements() -> None:
     texts = run_ranks(2, lambda group: group.explain(1 << 20), hosts=[0, 1])
     assert all("none yet (the first call measures the links" in text for text in texts)
+
+
+@pytest.mark.parametrize("hosts", [[0, 1, 2], [0, 0, 0]])
+def test_new_ranks_use_the_costs_that_an_earlier_group_has_measured(hosts: list[int]) -> None:
+    def call(group: Group) -> tuple[list[float | None], list[float | None]]:
+        def predicted(group: Group) -> list[float | None]:
+            group.all_reduce(np.ones(1 << 20, np.float32))
+            return [candidate.predicted_s for candidate in group.candidates(1 << 22)]
+
+        first = predicted(group)
+        later = group.subgroup([0, 1, 2])
+        assert later is not None
+        if group.rank < 2:  # rank 2 is new
+            later.reuse_costs(group)
+        return first, predicted(later)
+
+    for first, later in run_ranks(3, call, hosts=hosts):
+        assert later == first
+        assert any(first)

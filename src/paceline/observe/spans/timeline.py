@@ -112,7 +112,7 @@ class TimelineTask(Closing):
         except OSError as error:
             self._report(f"cannot write the timeline {self._path}: {error.strerror}")
         else:
-            self._report(f"the timeline of {steps} is in {self._path}. Open it at https://ui.perfetto.dev")
+            self._report(f"{self._path} has the timeline of {steps}. Open it at https://ui.perfetto.dev")
 
 
 def read_events_of(folder: Path, start_ns: int, end_ns: int) -> list[ProcessEvents]:
