@@ -360,15 +360,13 @@ class ElasticGroup(Closing):
             try:
                 group = join(
                     store, rank, size, token=self._token, host=self._host, tls=self._tls,
-                    name=f"quorum {start.quorum}", timeout=self.timeout,
-                )  # fmt: skip
+                    name=f"quorum {start.quorum}", timeout=self.timeout)  # fmt: skip
             except (PeerError, AddressError):
                 epoch = 0 if self._patience else None  # with patience, newcomers may join after a failure too
                 start = self._request(self._rules.report(epoch))
                 continue
-            group.reuse_costs(self.group)  # a measurement would delay the next step by up to a second
-            self.group = group
-            self.members, self._num_ready = start.members, start.num_ready
+            group._tuner.reuse(self.group._tuner)  # a measurement would delay the next step by up to a second
+            self.group, self.members, self._num_ready = group, start.members, start.num_ready
             self._limit_s = 0.0
             arguments = (store, start.quorum, self.group)
             threading.Thread(target=self._watch, args=arguments, name="paceline-quorum", daemon=True).start()

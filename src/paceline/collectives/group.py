@@ -81,13 +81,6 @@ class Group(Closing):
         """The number of unfinished asynchronous calls. Sends and receives do not count."""
         return self._num_pending
 
-    def reuse_costs(self, earlier: Group) -> None:
-        """Choose algorithms by the costs that an earlier group of ranks on the same machines has measured.
-
-        Other ranks may be new. Call this method before the first operation.
-        """
-        self._tuner.reuse(earlier._tuner)
-
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
         self._run_blocking(self._operations.barrier())
