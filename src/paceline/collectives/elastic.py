@@ -365,7 +365,7 @@ class ElasticGroup(Closing):
                 epoch = 0 if self._patience else None  # with patience, newcomers may join after a failure too
                 start = self._request(self._rules.report(epoch))
                 continue
-            group._tuner.reuse(self.group._tuner)  # a measurement would delay the next step by up to a second
+            group.tuner.reuse(self.group.tuner)  # a measurement would delay the next step by up to a second
             self.group, self.members, self._num_ready = group, start.members, start.num_ready
             self._limit_s = 0.0
             arguments = (store, start.quorum, self.group)

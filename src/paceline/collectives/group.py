@@ -57,8 +57,9 @@ class Group(Closing):
         """The world rank of each rank: its rank in the group of all ranks."""
         self.hosts = self._connections.layout.hosts
         """The number of each rank's host. Ranks with equal numbers can share memory."""
-        self._tuner = Tuner(self._connections, self._timeout_s, algorithm)
-        self._operations = Operations(self._connections, self._tuner, self._timeout_s)
+        self.tuner = Tuner(self._connections, self._timeout_s, algorithm)
+        """Chooses the algorithm of each operation."""
+        self._operations = Operations(self._connections, self.tuner, self._timeout_s)
         self._sequence = self._num_pending = 0
         self._failure: str = ""
         self._unreported: CollectiveError | None = None
@@ -295,11 +296,11 @@ class Group(Closing):
 
         The table has the predicted and measured time of each algorithm, and the algorithm that the group chooses.
         """
-        return self._tuner.explain(operation, nbytes)
+        return self.tuner.explain(operation, nbytes)
 
     def candidates(self, nbytes: int, operation: str = "all_reduce") -> list[Candidate]:
         """Return the algorithms that :meth:`explain` lists. A time of None is unknown."""
-        return self._tuner.candidates(operation, nbytes)
+        return self.tuner.candidates(operation, nbytes)
 
     def close(self) -> None:
         """Leave the group. The next call of the other ranks raises RankLostError. Idempotent.
@@ -431,7 +432,7 @@ class Group(Closing):
                 world.in_ranks("a part of " + repr(self.name)),
                 world.group_names.next(ranks, label, limit.total_seconds()) as name,
             ):
-                return Group(world, ranks, name, timeout=limit, algorithm=self._tuner.forced)
+                return Group(world, ranks, name, timeout=limit, algorithm=self.tuner.forced)
         except RankLostError as error:
             # If a rank of the subgroup is only late, this group continues, and the program may try again. This group
             # fails if a rank's process has ended, or if all ranks create their subgroups in one call (`label`).

@@ -198,7 +198,7 @@ def test_an_interrupted_rank_is_reported(options: dict[str, Any], monkeypatch: p
     def call(group: Group) -> BaseException | None:
         group.all_reduce(np.ones(4))
         if group.rank == 1:
-            monkeypatch.setattr(group._tuner, "record", _interrupt)
+            monkeypatch.setattr(group.tuner, "record", _interrupt)
         try:
             for _ in range(2):
                 group.all_reduce(np.ones(4))

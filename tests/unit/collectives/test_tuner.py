@@ -78,7 +78,7 @@ def test_new_ranks_use_the_costs_that_an_earlier_group_has_measured(hosts: list[
         later = group.subgroup([0, 1, 2])
         assert later is not None
         if group.rank < 2:  # rank 2 is new
-            later._tuner.reuse(group._tuner)
+            later.tuner.reuse(group.tuner)
         return first, predicted(later)
 
     for first, later in run_ranks(3, call, hosts=hosts):
