@@ -271,7 +271,7 @@ def _watch(name: str, joining: Joining, collector: Collector | None = None, *, s
     job = start_job(joining.scheduler)
     if job is not None:
         watch(name, job.folder)
-        agent = JobAgent.start(place, job.folder, collector=collector, collects_all=collects_all)
+        agent = JobAgent(place, job.folder, collector=collector, collects_all=collects_all)
         atexit.register(agent.close)
 
 

@@ -22,7 +22,7 @@ class SharedValues:
 
     def is_marked(self, key: str) -> bool:
         """Return whether a key is set."""
-        return self._read(key) is not None
+        return self._store.find(key) is not None
 
     def wait(self, key: str) -> bytes:
         """Wait until a key is set, and return its value. Raises DeadlineError after the time limit."""
@@ -35,10 +35,7 @@ class SharedValues:
 
     def published(self, member: int) -> bytes | None:
         """Return the last value that a member has published, or None."""
-        return self._read(_published_key(member))
-
-    def _read(self, key: str) -> bytes | None:
-        return self._store.collect([key], time.monotonic())[0]
+        return self._store.find(_published_key(member))
 
 
 def _published_key(member: int) -> str:

@@ -80,7 +80,7 @@ class JobAgent(Closing):
     def __init__(
         self, place: JobPlace, folder: Path, *, collector: Collector | None = None, collects_all: bool = False
     ) -> None:
-        """Create the agent of the job in `folder`; :meth:`start` starts it.
+        """Start the agent of the job in `folder`.
 
         The agent writes the metrics of `collector` to the store. With `collects_all`, it adds the metrics of the other
         launchers to `collector` instead.
@@ -94,15 +94,7 @@ class JobAgent(Closing):
         self._num_published = 0
         self._seen: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, name="paceline-job-agent", daemon=True)
-
-    @classmethod
-    def start(
-        cls, place: JobPlace, folder: Path, *, collector: Collector | None = None, collects_all: bool = False
-    ) -> JobAgent:
-        """Create the agent, and start its thread."""
-        agent = cls(place, folder, collector=collector, collects_all=collects_all)
-        agent._thread.start()
-        return agent
+        self._thread.start()
 
     @override
     def close(self) -> None:
@@ -136,7 +128,7 @@ class JobAgent(Closing):
             self._closed.wait(_RETRY_S)
 
     def _serve(self, store: NetworkStore) -> None:
-        number = _read_number(store)
+        number = _number_of(store.find(_NUMBER))
         self._published = None
         _change_names(store, _MEMBERS, lambda names: [*names, self._name])
         if self._collects_all:
@@ -160,7 +152,7 @@ class JobAgent(Closing):
             published = msgspec.msgpack.encode(Published(self._num_published, self._collector.reports()))
             _, self._published = store.replace(_metrics(self._name), self._published, published)
             return
-        names = _read_names(store, _SOURCES)
+        names = _names_of(store.find(_SOURCES))
         for name, found in zip(names, store.collect([_metrics(name) for name in names], time.monotonic()), strict=True):
             if found is not None:
                 values: Published = _decode_published(found)
@@ -172,7 +164,7 @@ class JobAgent(Closing):
 def wants_metrics(place: JobPlace) -> bool:
     """Return whether a process collects the metrics of this job; False if its store does not answer."""
     with contextlib.suppress(PacelineError), contextlib.closing(place.connect("paceline worker")) as store:
-        return store.collect([_WANTED], time.monotonic()) != [None]
+        return store.find(_WANTED) is not None
     return False
 
 
@@ -182,12 +174,10 @@ def collect_everywhere(place: JobPlace) -> tuple[list[ProcessState], list[str]]:
     Raises PeerError if the job has no launchers, and the errors of :meth:`JobPlace.connect`.
     """
     with contextlib.closing(place.connect("paceline stacks")) as store:
-        names = _read_names(store, _MEMBERS)
+        names = _names_of(store.find(_MEMBERS))
         if not names:
             raise PeerError(f"{place.address.netloc}: no launcher of Paceline has joined this job. Start it again")
-        number = _read_number(store) + 1
-        while not _replace_number(store, number):
-            number += 1
+        number = _decode_number(store.update(_NUMBER, _next_number))
         store.set(_request(number), b"")
         keys = [_answer(number, name) for name in names]
         answers = store.collect(keys, time.monotonic() + _ANSWER_S)
@@ -215,27 +205,19 @@ def _metrics(name: str) -> str:
     return f"job metrics {name}"
 
 
-def _read_names(store: NetworkStore, key: str) -> list[str]:
-    (found,) = store.collect([key], time.monotonic())
+def _names_of(found: bytes | None) -> list[str]:
     names: list[str] = [] if found is None else _decode_names(found)
     return names
 
 
-def _read_number(store: NetworkStore) -> int:
-    (found,) = store.collect([_NUMBER], time.monotonic())
+def _number_of(found: bytes | None) -> int:
     number: int = 0 if found is None else _decode_number(found)
     return number
 
 
-def _replace_number(store: NetworkStore, number: int) -> bool:
-    before = None if number == 1 else msgspec.msgpack.encode(number - 1)
-    return store.replace(_NUMBER, before, msgspec.msgpack.encode(number))[0]
+def _next_number(found: bytes | None) -> bytes:
+    return msgspec.msgpack.encode(_number_of(found) + 1)
 
 
 def _change_names(store: NetworkStore, key: str, change: Callable[[list[str]], list[str]]) -> None:
-    (current,) = store.collect([key], time.monotonic())
-    is_replaced = False
-    while not is_replaced:
-        names: list[str] = [] if current is None else _decode_names(current)
-        changed = msgspec.msgpack.encode(list(dict.fromkeys(change(names))))
-        is_replaced, current = store.replace(key, current, changed)
+    store.update(key, lambda found: msgspec.msgpack.encode(list(dict.fromkeys(change(_names_of(found))))))

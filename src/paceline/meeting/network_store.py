@@ -304,6 +304,18 @@ class NetworkStore(Store):
         replaced: tuple[bool, bytes | None] = _decode_replaced(answer)
         return replaced
 
+    def update(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:
+        """Replace the value of a key by ``change(value)``, and return the new value.
+
+        `change` is called again if another process has replaced the value in the meantime.
+        """
+        current = self.find(key)
+        while True:
+            value = change(current)
+            is_replaced, current = self.replace(key, current, value)
+            if is_replaced:
+                return value
+
     @override
     def delete(self, key: str) -> None:
         self.call(StoreCall.DELETE, self._answer_s, meta=msgspec.msgpack.encode(StoreRequest(key)))

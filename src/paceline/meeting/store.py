@@ -42,6 +42,10 @@ class Store(ABC):
         ``deadline`` is a time of ``time.monotonic``. If it has passed, the method does not wait.
         """
 
+    def find(self, key: str) -> bytes | None:
+        """Return the value of a key, or None if the key is not set."""
+        return self.collect([key], time.monotonic())[0]
+
     def get(self, key: str, deadline: float) -> bytes:
         """Wait until a key is set and return its value. Raises DeadlineError."""
         start = time.monotonic()

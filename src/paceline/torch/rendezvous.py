@@ -146,12 +146,7 @@ class AgentStore(Store):
         """This agent's values, for a new server."""
 
     def _update(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:
-        current = self._store.collect([key], time.monotonic())[0]
-        while True:
-            value = change(current)
-            is_replaced, current = self._store.replace(key, current, value)
-            if is_replaced:
-                return value
+        return self._store.update(key, change)
 
     @override
     def set(self, key: str, value: bytes | str) -> None:

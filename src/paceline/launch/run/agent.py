@@ -43,4 +43,4 @@ def start_agent(
                 return
             stack.callback(server.close)
     place = JobPlace(address, setup.token, setup.tls)
-    stack.enter_context(JobAgent.start(place, folder, collector=collector, collects_all=0 in layout.ranks))
+    stack.enter_context(JobAgent(place, folder, collector=collector, collects_all=0 in layout.ranks))

@@ -69,7 +69,7 @@ class Hybrid(AllReduce):
         self._client: Client | None = None
         try:
             self._client = connect_workers(
-                self.name, self._worker_rank, timedelta_of(options.get("timeout", DEFAULT_TIMEOUT))
+                self.name, self._ranks.worker_rank, timedelta_of(options.get("timeout", DEFAULT_TIMEOUT))
             )
             check_cluster(self._client, self.name, consistency, replicas, min_replicas)
         except BaseException:
@@ -77,11 +77,6 @@ class Hybrid(AllReduce):
             raise
         self._takes_part = True
         atexit.register(self._leave)
-
-    @property
-    def _worker_rank(self) -> int | None:
-        """The number of this process among the servers' workers; None: the scheduler chooses a free number."""
-        return self.rank
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         embedder, self.embedder = self.embedder, None  # hide it from all-reduce: the servers update the rows

@@ -39,6 +39,11 @@ class Ranks:
         return self._rank
 
     @property
+    def worker_rank(self) -> int | None:
+        """The number of this process among the servers' workers; None: the scheduler chooses a free number."""
+        return self.rank
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
         return self._size

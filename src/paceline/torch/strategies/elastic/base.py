@@ -43,6 +43,11 @@ class ElasticRanks(Ranks):
 
     @property
     @override
+    def worker_rank(self) -> int | None:
+        return None  # the number of a dead rank may still be in use
+
+    @property
+    @override
     def size(self) -> int:
         return self._elastic.size
 

@@ -32,11 +32,6 @@ class ElasticHybrid(Hybrid, ElasticAllReduce):
 
     @property
     @override
-    def _worker_rank(self) -> int | None:
-        return None  # the number of a dead rank may still be in use
-
-    @property
-    @override
     def iterations(self) -> list[int]:
         return [0 if self._client is None else self._client.clock]
 

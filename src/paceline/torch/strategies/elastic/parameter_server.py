@@ -70,11 +70,6 @@ class ElasticParameterServer(ElasticStrategy, ParameterServer):
 
     @property
     @override
-    def _worker_rank(self) -> int | None:
-        return None  # the number of a dead rank may still be in use
-
-    @property
-    @override
     def _may_write(self) -> bool:
         return True  # rank 0 may die
 

@@ -99,7 +99,7 @@ class ParameterServer(Strategy):
         try:
             super().__init__(ranks, device=device, seed=seed)
             self.takes_uneven = True
-            self.client = connect_workers(self.name, self._worker_rank, limit)
+            self.client = connect_workers(self.name, ranks.worker_rank, limit)
             try:
                 check_cluster(self.client, self.name, consistency, replicas, min_replicas)
             except BaseException:
@@ -125,11 +125,6 @@ class ParameterServer(Strategy):
         """Connect the ranks of the training."""
         check_not_elastic(self)
         return Ranks.meet(timeout)
-
-    @property
-    def _worker_rank(self) -> int | None:
-        """The number of this process among the servers' workers; None: the scheduler chooses a free number."""
-        return self.rank
 
     @property
     def _may_write(self) -> bool:
