@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -199,6 +200,37 @@ def emulated_hosts(count: int, link: str) -> Iterator[list[Host]]:
         yield [Host(address=f"{NETWORK}.{number + 1}", namespace=name) for number, name in enumerate(names)]
 
 
+def link_processor_s(link: str, num_bytes: int = 1 << 25) -> float:
+    """Return the processor time of this machine for each byte that an emulated host sends or receives through TCP."""
+
+    def send() -> None:
+        with socket.create_connection((hosts[1].address, port)) as connection:
+            for _ in range(num_bytes >> 20):
+                connection.sendall(buffer)
+
+    def receive() -> None:
+        with socket.create_server((hosts[1].address, port)) as server:
+            (Path(name) / "listening").touch()
+            connection, _ = server.accept()
+            while connection.recv_into(buffer):
+                pass
+
+    port, buffer = 29500, bytearray(1 << 20)
+    with emulated_hosts(2, link) as hosts, tempfile.TemporaryDirectory() as name, Forks(Path(name)) as forks:
+        forks.start("receiver", hosts[1], {"OMP_NUM_THREADS": "1"}, receive)
+        while not Path(name, "listening").exists():
+            time.sleep(0.01)
+        began_s = _busy_s()
+        forks.start("sender", hosts[0], {"OMP_NUM_THREADS": "1"}, send)
+        forks.wait(["sender", "receiver"])
+        return (_busy_s() - began_s) / (2 * num_bytes)
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.system + getattr(times, "softirq", 0.0))
+
+
 class Forks:
     """Processes on hosts. At the end of the context, all processes that still run are killed."""
 
@@ -240,6 +272,7 @@ class Forks:
             os.environ.update(variables)
             torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
             run()
+            status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 0
         except BaseException:

@@ -15,8 +15,11 @@ right if the strategy with the most predicted examples per second is the fastest
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import signal
 import statistics
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +29,7 @@ from prediction_runs import (  # type: ignore[import-not-found]
     PAUSED,
     Host,
     emulated_hosts,
+    link_processor_s,
     load_modules,
     profile,
     record,
@@ -34,10 +38,11 @@ from prediction_runs import (  # type: ignore[import-not-found]
 
 from paceline.environment import num_cores
 from paceline.planning.explaining import find_machine
-from paceline.planning.links import Machine, parse_link
+from paceline.planning.links import Machine, NodeLink, parse_link
 from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import Scenario, parse_candidate, predict_step
 from paceline.planning.scripts import measured_examples_per_s, measured_step_s
+from paceline.strategies.profile import ModelProfile
 
 STRATEGIES = (
     "one-device",
@@ -55,7 +60,7 @@ PIPELINES = ("perceptron", "cnn", "residual", "transformer")
 """The models that compute and that can be divided into stages."""
 LATENCY = "50us"
 STEPS = 50
-LEAST_STEPS, MOST_S = 6, 1.0
+LEAST_STEPS, MOST_S = 12, 2.0
 """Between hosts, fewer steps are measured if they take longer than these seconds."""
 CLOSE = 0.95
 
@@ -106,10 +111,23 @@ class Place:
             return Scenario(
                 profile=together, alone=alone, machine=machine, shape=ClusterShape(ranks_per_node=self.ranks)
             )
-        alone = undisturbed(lambda: profile(model, copies=1, threads=1, is_paused=True))
-        link, cores = parse_link(self.link, LATENCY), num_cores() / self.ranks
+        alone = paused_profile(model)
+        link, cores = emulated_link(self.link, machine.socket_s_per_byte), num_cores() / self.ranks
         shape = ClusterShape(nodes=self.ranks, link=link, node_cores=cores)
         return Scenario(profile=alone, alone=alone, machine=machine, shape=shape)
+
+
+@functools.cache
+def emulated_link(link: str, socket_s_per_byte: float) -> NodeLink:
+    """Return a link with the processor time of its emulation. The machine's sockets have a part of it already."""
+    more_s = undisturbed(lambda: link_processor_s(link)) - socket_s_per_byte
+    return replace(parse_link(link, LATENCY), processor_s_per_byte=max(more_s, 0.0))
+
+
+@functools.cache
+def paused_profile(model: str) -> ModelProfile:
+    found: ModelProfile = undisturbed(lambda: profile(model, copies=1, threads=1, is_paused=True))
+    return found
 
 
 def measure(place: Place, model: str, machine: Machine) -> list[Line]:
@@ -185,6 +203,8 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # so that the hosts are removed
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     places = [Place(ranks=options.ranks)]
     if options.hosts is not None:
         places = [Place(ranks=count, link=link) for link in options.link for count in options.hosts]

@@ -1,7 +1,7 @@
 """Measure the costs of this machine: collectives, sockets, and the strategies' own work. The results are stored.
 
-Each strategy trains three synthetic perceptrons. The costs per step, per parameter and per byte are those for which the
-prediction equals the measurement.
+Each strategy trains synthetic perceptrons, one of them with an embedding. The costs per step, per parameter, per byte
+and per row are those for which the prediction equals the measurement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from paceline.planning.links import Curve, Machine, StrategyCost
 from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import FILTER, Scenario, StrategyCandidate, predict_step
 from paceline.planning.scripts import MeasuredCommand, measured_step_s
+from paceline.protocol.buckets import ALL
 from paceline.strategies.profile import ModelProfile
+from paceline.tables.dense_part import DensePart
+from paceline.tables.initializers import Zeros
+from paceline.tables.part import Selection
+from paceline.tables.rules import Adam
+from paceline.tables.settings import to_fields
+from paceline.tables.spec import TableSpec
 from paceline.transport import register_type
 from paceline.version import __version__
 
@@ -33,7 +40,7 @@ _MODULE: Final = "paceline.torch.calibration"
 _SIZES: Final = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 25)
 _SOCKET_BYTES: Final = 1 << 22
 _STEPS: Final = 60
-_COSTS: Final = (("step_s", "few"), ("parameter_s", "many"), ("byte_s", "large"))
+_COSTS: Final = (("step_s", "few"), ("parameter_s", "many"), ("byte_s", "large"), ("row_s", "rows"))
 """Each cost, and the model from which it is computed."""
 _CANDIDATES: Final = {
     "all-reduce": StrategyCandidate(strategy="all-reduce"),
@@ -47,6 +54,7 @@ _LAYERS: Final = 4
 _SHARED: Final = ("all-reduce", "sharded")
 """The strategies under which one process trains all models."""
 _HALVINGS: Final = 40
+_REPEATS: Final = 9
 _MOST_RESULTS: Final = 1000
 
 
@@ -109,13 +117,31 @@ def time_filter() -> float:
     """Return the seconds per byte that the filter of the predictions needs to encode and decode large arrays."""
     values = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
     data, decoded = np.empty(FILTER.num_bytes(len(values)), np.uint8), np.empty_like(values)
-    times = []
-    for _ in range(9):
-        began = time.perf_counter()
+
+    def run() -> None:
         FILTER.encode(values, None, data)
         FILTER.decode(data, decoded)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) / values.nbytes
+
+    return _median_s(run) / values.nbytes
+
+
+def time_update() -> float:
+    """Return the seconds per byte of parameters that a server needs to update a large dense table with Adam."""
+    size = _SOCKET_BYTES
+    spec = TableSpec(
+        name="values", kind="dense", size=size, update=to_fields(Adam(lr=0.001)), initializer=to_fields(Zeros())
+    )
+    part, grads = DensePart(spec, ALL), np.ones(size, np.float32)
+    return _median_s(lambda: part.push(Selection(None, 0, size, ALL), grads)) / grads.nbytes
+
+
+def _median_s(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_REPEATS):
+        began_s = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times)
 
 
 def _all_reduce_times(plan: BenchPlan) -> list[tuple[int, float]]:
@@ -127,11 +153,12 @@ def _command(models: Sequence[str]) -> MeasuredCommand:
 
 
 def _runs(names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the strategy and the models of each run."""
-    models = [model for _, model in _COSTS]
-    return [
-        (name, chosen) for name in names for chosen in ([models] if name in _SHARED else [[each] for each in models])
-    ]
+    """Return the strategy and the models of each run. A pipeline cannot have embeddings of ``paceline.torch``."""
+    runs: list[tuple[str, list[str]]] = []
+    for name in names:
+        models = [model for part, model in _COSTS if name != "pipeline" or part != "row_s"]
+        runs += [(name, models)] if name in _SHARED else [(name, [each]) for each in models]
+    return runs
 
 
 def _measure_strategies(machine: Machine, show: Callable[[str], None]) -> Machine:
@@ -144,16 +171,19 @@ def _measure_strategies(machine: Machine, show: Callable[[str], None]) -> Machin
         show(f"measuring {' and '.join(chosen)} parameters under {name} ...")
         for model, records in _command(chosen).records(_CANDIDATES[name], ranks, _STEPS, chosen).items():
             steps_s[name, model] = measured_step_s(records)
+    large = profiles["large"]
+    machine = replace(machine, server_update_share=time_update() * large.parameter_bytes / large.update_s)
     for name in measured:
-        machine = fit_cost(machine, name, profiles, {model: steps_s[name, model] for model in profiles})
+        of_strategy = {model: step_s for (each, model), step_s in steps_s.items() if each == name}
+        machine = fit_cost(machine, name, profiles, of_strategy)
     return machine
 
 
 def fit_cost(machine: Machine, name: str, profiles: dict[str, ModelProfile], steps_s: dict[str, float]) -> Machine:
     """Return the machine with the costs of a strategy for which predictions equal the measured steps.
 
-    The keys of `profiles` and `steps_s` are the models ``few``, ``many`` and ``large``. A cost is 0 if the prediction
-    without it is too long. Pure.
+    The keys of `profiles` and `steps_s` are the models ``few``, ``many``, ``large`` and ``rows``. A cost is 0 if the
+    prediction without it is too long, and without a measurement. Pure.
     """
     candidate, shape = _CANDIDATES[name], ClusterShape(ranks_per_node=machine.ranks_per_node)
 
@@ -166,6 +196,8 @@ def fit_cost(machine: Machine, name: str, profiles: dict[str, ModelProfile], ste
     cost = StrategyCost()
     for _ in range(2):  # twice, because each cost changes the prediction of the other models a little
         for part, model in _COSTS:
+            if model not in steps_s:
+                continue
             low, high = 0.0, steps_s[model]
             for _ in range(_HALVINGS):
                 middle = (low + high) / 2

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from paceline.collectives.schedules import ALGORITHMS, LinkCost, predict
@@ -34,9 +34,11 @@ class NodeLink:
     """Bytes per second, in each direction at the same time."""
     latency_s: float
     """Seconds until an empty message arrives."""
+    processor_s_per_byte: float = 0.0
+    """Processor time for each byte that a node sends or receives, in addition to that of sockets inside of a node."""
 
     def with_speed(self, factor: float) -> NodeLink:
-        return NodeLink(bytes_per_s=self.bytes_per_s * factor, latency_s=self.latency_s)
+        return replace(self, bytes_per_s=self.bytes_per_s * factor)
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
@@ -93,7 +95,9 @@ class StrategyCost:
     parameter_s: float = 0.0
     """Seconds per parameter (tensor) and step."""
     byte_s: float = 0.0
-    """Seconds per byte of gradients and step, for copying and, with servers, for sending and updating."""
+    """Seconds per byte of gradients and step, for copying and, with servers, for sending."""
+    row_s: float = 0.0
+    """Seconds per row of an embedding that a step looks up, for the lookup and the gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,8 @@ class Machine:
     """All-reduce between the ranks of one node, through shared memory."""
     socket_s_per_byte: float
     """Processor time of a rank for each byte that it sends and receives over the network."""
+    server_update_share: float = 1.0
+    """The time of a server's update, as a fraction of the time that an optimizer of the ranks takes."""
     filter_s_per_byte: float = 0.0
     """Processor time for each byte of float32 values that the filter ``quantize:8`` encodes and decodes."""
     costs: dict[str, StrategyCost] = field(default_factory=dict)

@@ -7,7 +7,7 @@ server has the load of all ranks. Gradients are sent in buckets during the backw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from paceline.planning.clock import Kind, PlayedTask, TaskList, critical_path, play
@@ -23,6 +23,9 @@ UNIT_BYTES: Final = 4 << 16
 _DIRECTIONS, _SIDES = 2, 2
 """Pushes and pulls; clients and servers."""
 _MESSAGES: Final = _DIRECTIONS * _SIDES
+_MORE: Final = 0.3
+"""The cost of a message to one more server, as a fraction of the first one's."""
+MICROBATCHES_PER_STAGE: Final = (1, 2, 4, 8)
 _ITERATIONS: Final = 3
 """Pulls overlap with the next iteration, so several iterations are played, and the last one counts."""
 CPU, OUT, IN, SERVER, SERVER_OUT, SERVER_IN = "cpu", "out", "in", "server", "server out", "server in"
@@ -107,10 +110,19 @@ class RankPlay:
             return self.list.add("communication CPU", self.machine.all_reduce.at(num_bytes) / 2, self.messaging, *after)
         return self._network(gather_s(num_bytes, self.shape.nodes, self.shape.link), 2 * num_bytes, *after)
 
+    def exchange_rows(self, *after: int) -> int:
+        """Add an all-gather of the rows' gradients, and the work for them: each rank applies those of all ranks."""
+        profile, num_ranks = self.profile, self.shape.num_ranks
+        sent = self.gather(num_ranks * profile.sparse_bytes, *after)
+        seconds = self.cost.row_s * profile.sparse_rows * num_ranks / self.machine.ranks_per_node
+        return self.list.add("communication CPU", seconds, self.messaging, sent)
+
     def _network(self, seconds: float, num_bytes: float, *after: int) -> int:
         """Add a transfer between n nodes. Each node sends and receives (n - 1) / n of `num_bytes` together."""
         moved = num_bytes * (self.shape.nodes - 1) / self.shape.nodes
-        busy = self.machine.socket_s_per_byte * moved / seconds if seconds else 0.0
+        assert self.shape.link is not None
+        byte_s = self.machine.socket_s_per_byte + self.shape.link.processor_s_per_byte
+        busy = byte_s * moved / seconds if seconds else 0.0
         loads = {OUT: 1.0, IN: 1.0, CPU: min(busy, 1.0) / self.cores}
         return self.list.add("wire", seconds * max(busy, 1.0), loads, *after)
 
@@ -156,11 +168,11 @@ def buckets_of(layers: Sequence[LayerProfile], first_bytes: int, most_bytes: int
 def play_all_reduce(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> PlayedStep:
     """Play a step under ``all-reduce``: buckets are reduced in their order while the backward continues."""
     rank = RankPlay(profile, shape, machine, machine.cost("all-reduce"))
-    return rank.played(_add_all_reduce(rank, sparse_bytes=profile.sparse_bytes))
+    return rank.played(_add_all_reduce(rank, has_rows=bool(profile.sparse_bytes)))
 
 
-def _add_all_reduce(rank: RankPlay, *, sparse_bytes: float, after: int = -1) -> int:
-    profile, num_ranks = rank.profile, rank.shape.num_ranks
+def _add_all_reduce(rank: RankPlay, *, has_rows: bool, after: int = -1) -> int:
+    profile = rank.profile
     begin = rank.overhead(after)
     if profile.buffer_bytes:
         begin = rank.all_reduce(profile.buffer_bytes, begin)
@@ -173,8 +185,8 @@ def _add_all_reduce(rank: RankPlay, *, sparse_bytes: float, after: int = -1) -> 
     if profile.parameter_bytes:
         copying = rank.cost.byte_s * profile.parameter_bytes
         reduced = rank.list.add("communication CPU", copying, rank.messaging, reduced)
-    if sparse_bytes:
-        reduced = rank.gather(num_ranks * sparse_bytes, last, reduced)
+    if has_rows:
+        reduced = rank.exchange_rows(last, reduced)
     return rank.run(profile.update_s, last, reduced)
 
 
@@ -203,39 +215,46 @@ class ServerPlay(RankPlay):
         super().__init__(profile, shape, machine, cost)
         self.group, servers = group, group.count
         ranks, measured = shape.ranks_per_node, machine.ranks_per_node
-        # During byte_s, the cores are busy with pushes and pulls of all ranks. Half of this time is the servers' work.
-        busy_s = cost.byte_s * min(machine.num_cores, measured + 1) / measured / (_DIRECTIONS * _SIDES)
-        self._client_byte_s = busy_s
-        self._server_byte_s = busy_s * shape.num_ranks / servers
+        # During these costs, the cores are busy with pushes and pulls of all ranks. Half of it is the servers' work.
+        busy = min(machine.num_cores, measured + 1) / measured / (_DIRECTIONS * _SIDES)
+        self._byte_s, self._row_s = cost.byte_s * busy, cost.row_s * busy
+        self._ranks_per_server = shape.num_ranks / servers
         # A server updates its part of the parameters: once per step, or once per rank and step.
         updates = 1 if group.is_synchronous else shape.num_ranks
         num_bytes = max(profile.parameter_bytes + profile.sparse_bytes, 1)
-        self._update_byte_s = profile.update_s * updates / servers / num_bytes
+        self._update_byte_s = profile.update_s * machine.server_update_share * updates / servers / num_bytes
         # The cost of a step contains four messages between each rank of one node and one server.
-        self._client_more_s = cost.step_s / _MESSAGES * (servers - 1)
-        self._server_more_s = cost.step_s / _MESSAGES * (shape.num_ranks - ranks)
+        self._client_more_s = _MORE * cost.step_s / _MESSAGES * (servers - 1)
+        self._server_more_s = _MORE * cost.step_s / _MESSAGES * (shape.num_ranks - ranks)
         per_node = servers / shape.nodes
         self._serving = {SERVER: 1.0} if group.is_separate else {CPU: max(per_node, 1.0) / self.cores}
 
-    def push(self, num_bytes: float, former: ServerMessage, *after: int) -> ServerMessage:
+    def push(self, num_bytes: float, former: ServerMessage, *after: int, rows: int = 0) -> ServerMessage:
         """Add a push: the client's work, the transfer, the server's update. `former` is the message before it."""
-        sent = self._client(num_bytes, former.by_client, *after)
+        work_s = self._byte_s * num_bytes + self._row_s * rows
+        sent = self._client(work_s, former.by_client, *after)
         moved = self._transfer(num_bytes, False, sent, former.moved)
-        seconds = (self._server_byte_s + self._update_byte_s) * num_bytes
+        seconds = work_s * self._ranks_per_server + self._update_byte_s * num_bytes
         return ServerMessage(sent, moved, self._serve(seconds, moved, former.by_server))
 
-    def pull(self, num_bytes: float, former: ServerMessage, *after: int) -> ServerMessage:
+    def pull(self, num_bytes: float, former: ServerMessage, *after: int, rows: int = 0) -> ServerMessage:
         """Add a pull: the server's work, the transfer, the client's work."""
-        served = self._serve(self._server_byte_s * num_bytes, former.by_server, *after)
+        work_s = self._byte_s * num_bytes + self._row_s * rows
+        served = self._serve(work_s * self._ranks_per_server, former.by_server, *after)
         moved = self._transfer(num_bytes, True, served, former.moved)
-        return ServerMessage(self._client(num_bytes, moved, former.by_client), moved, served)
+        return ServerMessage(self._client(work_s, moved, former.by_client), moved, served)
+
+    def push_rows(self, former: ServerMessage, *after: int) -> ServerMessage:
+        return self.push(self.profile.sparse_bytes, former, *after, rows=self.profile.sparse_rows)
+
+    def pull_rows(self, former: ServerMessage, *after: int) -> ServerMessage:
+        return self.pull(self.profile.sparse_bytes, former, *after, rows=self.profile.sparse_rows)
 
     def _serve(self, seconds: float, *after: int) -> int:
         return self.list.add("server CPU", seconds + self._server_more_s, self._serving, *after)
 
-    def _client(self, num_bytes: float, *after: int) -> int:
-        seconds = self._client_byte_s * num_bytes + self._client_more_s
-        return self.list.add("communication CPU", seconds, self.messaging, *after)
+    def _client(self, seconds: float, *after: int) -> int:
+        return self.list.add("communication CPU", seconds + self._client_more_s, self.messaging, *after)
 
     def _transfer(self, num_bytes: float, is_pull: bool, *after: int) -> int:
         shape, link = self.shape, self.shape.link
@@ -244,7 +263,10 @@ class ServerPlay(RankPlay):
         node_bytes = num_bytes * shape.ranks_per_node
         if not self.group.is_separate:
             node_bytes *= (shape.nodes - 1) / shape.nodes
-            return self.list.add("wire", node_bytes / link.bytes_per_s, {OUT: 1.0, IN: 1.0}, *after)
+            # The node's ranks send, and its servers receive.
+            busy = _SIDES * link.processor_s_per_byte * link.bytes_per_s
+            seconds = node_bytes / link.bytes_per_s * max(busy, 1.0)
+            return self.list.add("wire", seconds, {OUT: 1.0, IN: 1.0, CPU: min(busy, 1.0) / self.cores}, *after)
         node_s = node_bytes / link.bytes_per_s
         server_s = num_bytes * shape.num_ranks / self.group.count / link.bytes_per_s
         seconds = max(node_s, server_s)
@@ -268,7 +290,7 @@ def play_servers(profile: ModelProfile, shape: ClusterShape, machine: Machine, g
         last = rank.join(last, rows)
         # The rows of the next batch are requested during this batch, or after the step if they must be exact.
         if profile.sparse_bytes and not is_synchronous:
-            rows = rank.pull(profile.sparse_bytes, ServerMessage(), last).by_client
+            rows = rank.pull_rows(ServerMessage(), last).by_client
         last = rank.run(profile.between_s, last)
         for number, layer in enumerate(layers):
             last = rank.compute(layer.forward_s, last, pulled.get(number, -1))
@@ -279,12 +301,12 @@ def play_servers(profile: ModelProfile, shape: ClusterShape, machine: Machine, g
         for number, num_bytes in buckets:
             message = rank.push(num_bytes, message, ready[number])
         if profile.sparse_bytes:
-            message = rank.push(profile.sparse_bytes, message, last)
+            message = rank.push_rows(message, last)
         last = rank.overhead(last, message.by_client)
         applied = rank.round_trip(last, message.by_server)
         message = ServerMessage()
         if profile.sparse_bytes and is_synchronous:
-            message = rank.pull(profile.sparse_bytes, message, applied)
+            message = rank.pull_rows(message, applied)
             rows = message.by_client
         pulled = {}
         for number, num_bytes in reversed(buckets):
@@ -306,17 +328,17 @@ def _parts(buckets: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 def play_hybrid(profile: ModelProfile, shape: ClusterShape, machine: Machine, group: ServerGroup) -> PlayedStep:
     """Play steps under ``hybrid``: all-reduce for dense parameters, servers for rows."""
     cost, of_servers = machine.cost("all-reduce"), machine.cost("parameter-server:eventual")
-    cost = StrategyCost(step_s=cost.step_s, parameter_s=cost.parameter_s, byte_s=of_servers.byte_s)
+    cost = replace(cost, byte_s=of_servers.byte_s, row_s=of_servers.row_s)
     rank, is_synchronous = ServerPlay(profile, shape, machine, cost, group), group.is_synchronous
     last, rows, ends = -1, -1, list[int]()
     for _ in range(_ITERATIONS):
         last = rank.join(last, rows)
         if not is_synchronous:
-            rows = rank.round_trip(rank.pull(profile.sparse_bytes, ServerMessage(), last).by_client)
-        last = _add_all_reduce(rank, sparse_bytes=0.0, after=last)
-        pushed = rank.push(profile.sparse_bytes, ServerMessage(), last)
+            rows = rank.round_trip(rank.pull_rows(ServerMessage(), last).by_client)
+        last = _add_all_reduce(rank, has_rows=False, after=last)
+        pushed = rank.push_rows(ServerMessage(), last)
         if is_synchronous:
-            rows = rank.round_trip(rank.pull(profile.sparse_bytes, ServerMessage(), pushed.by_server).by_client)
+            rows = rank.round_trip(rank.pull_rows(ServerMessage(), pushed.by_server).by_client)
         ends.append(last)
     return rank.played(ends[-1], ends[-2])
 
@@ -357,16 +379,25 @@ def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -
             sent = rank.gather(layers[number].parameter_bytes, last, sent)
     if remainder:
         sent = rank.gather(remainder, last, sent)
+    if profile.sparse_bytes:
+        sent = rank.exchange_rows(last, sent)
     copying = rank.list.add("communication CPU", rank.cost.byte_s * profile.parameter_bytes, rank.messaging, last, sent)
     return rank.played(rank.run(profile.update_s / shape.num_ranks, copying))
 
 
-def play_pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machine, microbatches: int) -> PlayedStep:
+def play_pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> PlayedStep:
     """Predict a step under ``pipeline`` with one stage per rank, for a model whose layers run one after another.
 
     The layers are divided into stages with equal times as far as possible. Computing of the stages other than the
-    slowest one is not on the critical path, except while the pipeline fills and drains.
+    slowest one is not on the critical path, except while the pipeline fills and drains. Like the strategy, this
+    function chooses the number of microbatches with the shortest step.
     """
+    counts = [shape.num_ranks * factor for factor in MICROBATCHES_PER_STAGE]
+    counts = [count for count in counts if count <= profile.batch_size] or [max(profile.batch_size, 1)]
+    return min((_pipeline(profile, shape, machine, count) for count in counts), key=lambda played: played.step_s)
+
+
+def _pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machine, microbatches: int) -> PlayedStep:
     stages = shape.num_ranks
     seconds = [layer.forward_s + layer.backward_s for layer in profile.layers]
     firsts = bounds_of(seconds, stages)
@@ -376,19 +407,20 @@ def play_pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machine, 
     if shape.link is not None and stages > 1:
         crossing = max(profile.layers[first - 1].output_bytes for first in firsts[1:]) / microbatches
         sent_s = 2 * shape.link.seconds(crossing)
-    rounds_s = (microbatches + stages - 1) * (slowest / microbatches + sent_s)
+    # Each microbatch has messages, adds to all gradients, and is computed in smaller operations.
+    cost = machine.cost("pipeline")
+    of_parameters_s = cost.parameter_s * profile.num_parameters + cost.byte_s * profile.parameter_bytes
+    cost_s = cost.step_s + (of_parameters_s + profile.microbatch_s) / stages
+    rounds_s = (microbatches + stages - 1) * (slowest / microbatches + cost_s + sent_s)
     bubble_s = rounds_s * pipeline_bubble(stages, microbatches)
     other_s = profile.between_s + profile.update_s / stages
-    # Each microbatch has messages, and adds to all gradients.
-    cost = machine.cost("pipeline")
-    cost_s = cost.step_s + (cost.parameter_s * profile.num_parameters + cost.byte_s * profile.parameter_bytes) / stages
     parts: dict[Kind, float] = {
         "compute": slowest + other_s,
         "communication CPU": microbatches * cost_s,
         "wire": microbatches * sent_s,
         "bubble": bubble_s,
     }
-    return PlayedStep(rounds_s + other_s + microbatches * cost_s, parts)
+    return PlayedStep(rounds_s + other_s, parts)
 
 
 def bounds_of(sizes: Sequence[float], parts: int) -> list[int]:

@@ -41,7 +41,6 @@ Under all-reduce, a rank encodes and decodes its gradients, decodes the mean, an
 both gradients and parameters are encoded and decoded.
 """
 _TAU: Final = 4
-_MICROBATCHES_PER_STAGE: Final = 4
 _FILTER_VALUES: Final = 1 << 20
 _LARGEST_CHANGE: Final = 1000.0
 _CHANGES, _HALVINGS = 10, 6
@@ -249,7 +248,7 @@ def predict_step(scenario: Scenario, candidate: StrategyCandidate) -> StepPredic
                 raise UsageError(
                     f"pipeline: {len(profile.layers)} layers for {shape.num_ranks} stages. Lower --nproc-per-node"
                 )
-            played = play_pipeline(profile, shape, machine, _microbatches(scenario))
+            played = play_pipeline(profile, shape, machine)
         case other:
             raise AssertionError(other)
     is_divided = candidate.strategy == "pipeline"
@@ -280,10 +279,6 @@ def _with_filter(scenario: Scenario, candidate: StrategyCandidate) -> Scenario:
     changed = replace(machine, costs=costs, socket_s_per_byte=machine.socket_s_per_byte * share)
     link = None if shape.link is None else shape.link.with_speed(1 / share)
     return replace(scenario, machine=changed, shape=replace(shape, link=link))
-
-
-def _microbatches(scenario: Scenario) -> int:
-    return max(min(_MICROBATCHES_PER_STAGE * scenario.shape.num_ranks, scenario.profile.batch_size), 1)
 
 
 def _waiting_s(profile: ModelProfile, ranks: int, tau: int | None) -> float:

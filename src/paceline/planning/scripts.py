@@ -25,8 +25,17 @@ from paceline.launch.run.run import check_script
 from paceline.launch.supervisor import Supervisor, describe_status, spawn
 from paceline.planning.options import ScriptOptions
 from paceline.planning.predictions import StrategyCandidate
-from paceline.planning.waiting import without_outliers
-from paceline.strategies.profile import COPIES, STARTED, TARGET, LayerProfile, ModelProfile, StepRecord, read_record
+from paceline.planning.waiting import without_drift
+from paceline.strategies.profile import (
+    COPIES,
+    STARTED,
+    TARGET,
+    LayerProfile,
+    ModelProfile,
+    StepRecord,
+    read_record,
+    without_outliers,
+)
 from paceline.temporary import TemporaryFolder
 
 _Record = TypeVar("_Record")
@@ -208,7 +217,7 @@ def check_options(options: ScriptOptions) -> tuple[MeasuredCommand, int]:
 
 
 def mean_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
-    """Return a profile with the mean times of equal processes, and the steps of all of them without outliers."""
+    """Return a profile with the mean times of equal processes, and the steps of all, without outliers and drift."""
     first = profiles[0]
     layers: list[LayerProfile] = []
     for same in zip(*(profile.layers for profile in profiles), strict=True):
@@ -216,11 +225,12 @@ def mean_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
             statistics.fmean(getattr(layer, name) for layer in same) for name in ("forward_s", "backward_s")
         )
         layers.append(replace(same[0], forward_s=forward_s, backward_s=backward_s))
-    steps_s = itertools.chain.from_iterable(profile.steps_s for profile in profiles)
+    steps_s = itertools.chain.from_iterable(without_drift(without_outliers(profile.steps_s)) for profile in profiles)
     return replace(
         first,
         layers=tuple(layers),
-        steps_s=tuple(without_outliers([*steps_s])),
+        steps_s=tuple(steps_s),
+        microbatch_s=statistics.fmean(profile.microbatch_s for profile in profiles),
         between_s=statistics.fmean(profile.between_s for profile in profiles),
         update_s=statistics.fmean(profile.update_s for profile in profiles),
     )

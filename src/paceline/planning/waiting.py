@@ -14,14 +14,20 @@ import numpy as np
 
 _ITERATIONS: Final = 400
 _MOST_DRAWS: Final = 4_000_000
-_OUTLIER: Final = 3.0
 _NOISY: Final = 2.0
+_AROUND: Final = 5
+"""Steps on each side."""
 
 
-def without_outliers(steps_s: Sequence[float]) -> list[float]:
-    """Return the durations up to three times the median. A longer step includes an evaluation or a pause."""
-    limit = _OUTLIER * statistics.median(steps_s)
-    return [step_s for step_s in steps_s if step_s <= limit]
+def without_drift(steps_s: Sequence[float]) -> list[float]:
+    """Return durations with the same mean, without slow changes, which all ranks of a machine have in common.
+
+    Each duration is divided by the median of the steps around it.
+    """
+    values = np.asarray(steps_s, np.float64)
+    medians = [np.median(values[max(number - _AROUND, 0) : number + _AROUND + 1]) for number in range(len(values))]
+    ratios = values / medians
+    return [*(ratios * (values.mean() / ratios.mean()))]
 
 
 def describe_noise(steps_s: Sequence[float]) -> str | None:

@@ -31,6 +31,7 @@ TARGET: Final = "target"
 LAST: Final = "last"
 """A file with this name in the profile's folder has the number of the last step, once a rank has reached the target."""
 NUM_LATEST: Final = 10
+_OUTLIER: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,8 @@ class ModelProfile:
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
     """Buffers of the model, such as BatchNorm's statistics."""
+    microbatch_s: float = 0.0
+    """The additional time of each microbatch, if a batch is computed in several microbatches instead of at once."""
     busy_cores: float = 1.0
     """The processor time of the layers divided by their duration. Other parts of a step use one core."""
     is_on_gpu: bool = False
@@ -106,6 +109,11 @@ class ModelProfile:
         return sum(layer.touched_rows * (layer.row_bytes + 8) for layer in self.layers if layer.row_bytes)
 
     @property
+    def sparse_rows(self) -> int:
+        """Rows that a step looks up in embeddings with sparse gradients."""
+        return sum(layer.touched_rows for layer in self.layers if layer.row_bytes)
+
+    @property
     def compute_s(self) -> float:
         """Seconds of a step without communication and without waiting: the sum of all parts."""
         return self.between_s + self.update_s + sum(layer.forward_s + layer.backward_s for layer in self.layers)
@@ -119,8 +127,8 @@ class ModelProfile:
         return replace(self, layers=layers, between_s=self.between_s * factor, update_s=self.update_s * factor)
 
     def scaled_to_steps(self) -> ModelProfile:
-        """Return the profile with all parts scaled, so that their sum is the median of the steps."""
-        return self.scaled(statistics.median(self.steps_s) / max(self.compute_s, 1e-12))
+        """Return the profile with all parts scaled, so that their sum is the mean of the steps without outliers."""
+        return self.scaled(statistics.fmean(without_outliers(self.steps_s)) / max(self.compute_s, 1e-12))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +154,12 @@ class StepRecord:
         """Return the number of the first step after which the latest loss is at most `target`; None without one."""
         numbers = range(1, len(self.losses) + 1)
         return next((number for number in numbers if latest_loss(self.losses[:number]) <= target), None)
+
+
+def without_outliers(steps_s: Sequence[float]) -> list[float]:
+    """Return the durations up to three times the median. A longer step includes an evaluation or a pause."""
+    limit = _OUTLIER * statistics.median(steps_s)
+    return [step_s for step_s in steps_s if step_s <= limit]
 
 
 def latest_loss(losses: Sequence[float | None]) -> float:

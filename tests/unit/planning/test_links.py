@@ -13,7 +13,8 @@ from paceline.collectives.schedules import ALGORITHMS, LinkCost, predict
 from paceline.errors import UsageError
 from paceline.planning.formulas import byteps_optimum_s, pipeline_bubble, ring_s
 from paceline.planning.links import PAYLOAD, Curve, NodeLink, all_reduce_s, format_speed, parse_link
-from paceline.planning.waiting import barrier_s, describe_noise, expected_maximum, without_outliers
+from paceline.planning.waiting import barrier_s, describe_noise, expected_maximum, without_drift
+from paceline.strategies.profile import without_outliers
 
 MB = 1 << 20
 
@@ -128,6 +129,17 @@ def test_equal_steps_need_no_waiting() -> None:
 
 def test_long_pauses_do_not_count() -> None:
     assert without_outliers([1.0, 1.1, 0.9, 50.0]) == [1.0, 1.1, 0.9]
+
+
+def test_slow_changes_do_not_count_as_differences_between_ranks() -> None:
+    """Ranks of one machine become slower together. A slow step of one rank remains."""
+    slower = [1.0] * 50 + [2.0] * 50
+    assert without_drift(slower)[10:40] == pytest.approx([1.5] * 30)
+    assert expected_maximum(without_drift(slower), 2) < 1.52 < expected_maximum(slower, 2)
+    draws = np.random.default_rng(2).uniform(1.0, 3.0, 2000)
+    kept = without_drift(draws.tolist())
+    assert np.mean(kept) == pytest.approx(draws.mean())
+    assert np.std(kept) == pytest.approx(draws.std(), rel=0.15)
 
 
 def test_very_different_steps_are_reported() -> None:

@@ -163,10 +163,40 @@ def test_hybrid_does_not_send_rows_between_ranks() -> None:
 
 @pytest.mark.parametrize("microbatches", [4, 16])
 def test_pipeline_of_equal_stages_has_the_bubble_of_the_formula(microbatches: int) -> None:
-    profile = model(compute_s=12.0, num_layers=12)
-    played = play_pipeline(profile, ClusterShape(ranks_per_node=4), MACHINE, microbatches)
+    profile = replace(model(compute_s=12.0, num_layers=12), batch_size=microbatches)
+    played = play_pipeline(profile, ClusterShape(ranks_per_node=4), MACHINE)
     assert played.parts["bubble"] / played.step_s == pytest.approx(pipeline_bubble(4, microbatches))
     assert played.parts["compute"] == pytest.approx(3.0)
+
+
+def test_costly_microbatches_become_fewer() -> None:
+    """With m microbatches on p stages, a step takes (m + p - 1) times a stage's part of the batch and the cost."""
+    profile = model(compute_s=12.0, num_layers=12)
+    for microbatch_s in (0.0, 1.0, 100.0):
+        step_s = play_pipeline(replace(profile, microbatch_s=microbatch_s), ClusterShape(ranks_per_node=4), MACHINE)
+        assert step_s.step_s == pytest.approx(min((m + 3) * (3.0 / m + microbatch_s / 4) for m in (4, 8, 16, 32)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_need_processor_time(ranks: int) -> None:
+    """Under all-reduce and sharded, a rank works for the rows of all ranks; it was measured with two ranks."""
+    profile = model(rows=1000, layer_bytes=4, num_layers=1)
+    names = ("all-reduce", "sharded", "parameter-server")
+    free = replace(MACHINE, num_cores=8, ranks_per_node=2, all_reduce=Curve(((1, 0.0),)))
+    machine = replace(free, costs={name: StrategyCost(row_s=1e-3) for name in names})
+    node = ClusterShape(ranks_per_node=ranks)
+    assert play_all_reduce(profile, node, machine).step_s == pytest.approx(ranks / 2)
+    assert play_sharded(profile, node, machine).step_s == pytest.approx(ranks / 2)
+    # Three of the cores worked for the two ranks, which had two messages each. A server works for all ranks.
+    played = play_servers(profile, node, machine, ServerGroup())
+    assert played.step_s == pytest.approx(2 * (3 / 8 + 3 / 8 * ranks))
+
+
+def test_a_fast_server_updates_faster_than_the_ranks() -> None:
+    profile = replace(model(), update_s=2000.0)
+    group = ServerGroup(count=2, is_separate=True, is_synchronous=True)
+    played = play_servers(profile, shape(8), replace(MACHINE, server_update_share=0.25), group)
+    assert played.step_s == pytest.approx(250.0, rel=0.02)
 
 
 def test_stages_have_equal_times_as_far_as_possible() -> None:
@@ -223,7 +253,7 @@ def test_tables_need_memory() -> None:
 
 
 def test_one_slow_step_does_not_change_the_times() -> None:
-    profile = replace(model(compute_s=3.0), steps_s=(1.0, 1.0, 1.0, 2.9))
+    profile = replace(model(compute_s=3.0), steps_s=(1.0, 1.0, 1.0, 3.1))
     assert profile.scaled_to_steps().compute_s == pytest.approx(1.0)
     assert profile.scaled_to_steps().layers[0].forward_s == pytest.approx(1 / 30)
 

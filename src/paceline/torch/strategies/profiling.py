@@ -34,6 +34,7 @@ from paceline.strategies.profile import (
     write_record,
 )
 from paceline.torch.strategies.layer_times import LayerTimes
+from paceline.torch.strategies.microbatch_times import MicrobatchTimes
 from paceline.torch.strategies.step_phases import num_examples
 from paceline.torch.strategies.traffic import TrafficCounter
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy
 
 _WARM_UP: Final = 3
+_WARM_UP_SHARE: Final = 5
+"""The first steps are slower. A fifth more steps than those that are measured warm up, if there are many."""
 _LAYER_STEPS: Final = 5
 _LEAST_STEPS, _MOST_STEPS, _LONG_S = 12, 300, 3.0
 """Numbers of steps that are measured as a whole, and the time after which the smaller number is enough."""
@@ -74,6 +77,7 @@ class StepProfiler:
         self._strategy, self._directory, self._num_steps = strategy, directory.absolute(), num_steps
         self._clients = clients
         self._layers = LayerTimes(strategy.device)
+        self._microbatches: MicrobatchTimes | None = None
         self._traffic: TrafficCounter | None = None
         self._target: float | None = None
         self._number = 0
@@ -114,6 +118,7 @@ class StepProfiler:
         if self._number == _WARM_UP:
             assert self._strategy.module is not None
             self._layers.hook_memory(self._strategy.module)
+            self._microbatches = MicrobatchTimes(self._strategy.module)
         elif self._number == _WARM_UP + 1:
             self._layers.hook_times(self._strategy.optimizers)
         self._layers.begin_step(self._began_s)
@@ -126,9 +131,10 @@ class StepProfiler:
         step_s, self._began_s = now_s - self._began_s, now_s
         self._number += 1
         if self._num_steps is not None:
-            if self._number > _WARM_UP:
+            warm_up = max(self._num_steps // _WARM_UP_SHARE, _WARM_UP)
+            if self._number > warm_up:
                 self._record(step_s, now_s)
-            elif self._number == _WARM_UP:
+            elif self._number == warm_up:
                 self._traffic = TrafficCounter(self._strategy.rank, self._strategy.world_size, self._clients())
                 self._first_s = self._began_s = time.perf_counter()
             return len(self._steps) == self._num_steps or (self._target is not None and self._is_last(self._target))
@@ -198,6 +204,7 @@ class StepProfiler:
             batch_size=max(self._batch_size, 1),
             optimizer_bytes=sum(tensor.nbytes for tensor in state),
             buffer_bytes=sum(buffer.nbytes for buffer in strategy.module.buffers()),
+            microbatch_s=0.0 if self._microbatches is None else self._microbatches.measure(),
             busy_cores=self._layers.busy_cores(),
             is_on_gpu=strategy.device.type == "cuda",
         )

@@ -1,0 +1,69 @@
+"""Measure how much longer a step takes if its batch is divided into microbatches, as a pipeline does."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from paceline.errors import UsageError
+from paceline.torch.strategies.splitting import split
+
+_PARTS: Final = 8
+_REPEATS: Final = 3
+_LONG_S: Final = 1.0
+"""Longer batches are not measured, because microbatches add little to them."""
+
+
+class MicrobatchTimes:
+    """Holds the arguments of a model's last call, and measures the model with parts of them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._arguments: tuple[Any, Any] | None = None
+        self._hook = module.register_forward_pre_hook(self._keep, with_kwargs=True)
+
+    def _keep(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._arguments = (args, kwargs)
+
+    def measure(self) -> float:
+        """Return the additional seconds of each microbatch; 0 for a model whose batches cannot be divided.
+
+        The gradients are added to those of the model, and buffers change.
+        """
+        self._hook.remove()
+        if self._arguments is None:
+            return 0.0
+        leaves, structure = pytree.tree_flatten(self._arguments)
+        try:
+            parts = split(leaves, _PARTS)
+            whole_s = self._run_s([leaves], structure)
+            if len(parts) == 1 or whole_s > _LONG_S:
+                return 0.0
+            times = [(self._run_s([leaves], structure), self._run_s(parts, structure)) for _ in range(1 + _REPEATS)]
+        except (UsageError, RuntimeError, ValueError, TypeError, IndexError):  # the model needs the whole batch
+            return 0.0
+        more_s = statistics.median(divided_s - whole_s for whole_s, divided_s in times[1:])
+        return max(more_s, 0.0) / (len(parts) - 1)
+
+    def _run_s(self, parts: Sequence[Sequence[Any]], structure: Any) -> float:
+        """Return the seconds of the forward and backward of each part."""
+        began_s = time.perf_counter()
+        for part in parts:
+            args, kwargs = pytree.tree_unflatten([*part], structure)
+            ends = [
+                leaf
+                for leaf in pytree.tree_leaves(self._module(*args, **kwargs))
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        for parameter in self._module.parameters():
+            if parameter.is_cuda:
+                torch.cuda.synchronize(parameter.device)
+                break
+        return time.perf_counter() - began_s
