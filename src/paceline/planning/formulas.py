@@ -24,6 +24,9 @@ def byteps_optimum_s(num_bytes: float, workers: int, servers: int, bytes_per_s: 
     return 2 * workers * (workers - 1) * num_bytes / (denominator * bytes_per_s)
 
 
-def pipeline_bubble(stages: int, microbatches: int) -> float:
-    """Return the share of waiting in a pipeline's step with equal stages: (p - 1) / (m + p - 1)."""
-    return (stages - 1) / (microbatches + stages - 1)
+def pipeline_bubble(ranks: int, microbatches: int, parts_per_rank: int = 1) -> float:
+    """Return the share of waiting in a pipeline's step with equal stages: (p - 1) / (v m + p - 1).
+
+    v is the number of stages per rank (Narayanan et al., SC 2021, section 2.2).
+    """
+    return (ranks - 1) / (parts_per_rank * microbatches + ranks - 1)

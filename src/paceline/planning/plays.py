@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from paceline.planning.clock import Kind, PlayedTask, TaskList, critical_path, play
-from paceline.planning.formulas import pipeline_bubble
 from paceline.planning.links import Machine, NodeLink, StrategyCost, all_reduce_s, gather_s
 from paceline.strategies.profile import LayerProfile, ModelProfile
 
@@ -390,37 +389,40 @@ def play_pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machine) 
 
     The layers are divided into stages with equal times as far as possible. Computing of the stages other than the
     slowest one is not on the critical path, except while the pipeline fills and drains. Like the strategy, this
-    function chooses the number of microbatches with the shortest step.
+    function chooses the number of microbatches, and between one and two stages per rank.
     """
     counts = [shape.num_ranks * factor for factor in MICROBATCHES_PER_STAGE]
     counts = [count for count in counts if count <= profile.batch_size] or [max(profile.batch_size, 1)]
-    return min((_pipeline(profile, shape, machine, count) for count in counts), key=lambda played: played.step_s)
+    parts = [1, 2] if len(profile.layers) >= 2 * shape.num_ranks else [1]
+    played = [_pipeline(profile, shape, machine, count, each) for count in counts for each in parts]
+    return min(played, key=lambda step: step.step_s)
 
 
-def _pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machine, microbatches: int) -> PlayedStep:
-    stages = shape.num_ranks
+def _pipeline(
+    profile: ModelProfile, shape: ClusterShape, machine: Machine, microbatches: int, parts_per_rank: int
+) -> PlayedStep:
+    ranks, link = shape.num_ranks, shape.link
     seconds = [layer.forward_s + layer.backward_s for layer in profile.layers]
-    firsts = bounds_of(seconds, stages)
+    firsts = bounds_of(seconds, ranks)
     ends = [*firsts[1:], len(seconds)]
     slowest = max(sum(seconds[first:end]) for first, end in zip(firsts, ends, strict=True))
     sent_s = 0.0
-    if shape.link is not None and stages > 1:
+    if link is not None and ranks > 1:
         crossing = max(profile.layers[first - 1].output_bytes for first in firsts[1:]) / microbatches
-        sent_s = 2 * shape.link.seconds(crossing)
-    # Each microbatch has messages, adds to all gradients, and is computed in smaller operations.
+        sent_s = 2 * parts_per_rank * link.seconds(crossing)
+    # Each microbatch adds to all gradients, and is computed in smaller operations.
     cost = machine.cost("pipeline")
     of_parameters_s = cost.parameter_s * profile.num_parameters + cost.byte_s * profile.parameter_bytes
-    cost_s = cost.step_s + (of_parameters_s + profile.microbatch_s) / stages
-    rounds_s = (microbatches + stages - 1) * (slowest / microbatches + cost_s + sent_s)
-    bubble_s = rounds_s * pipeline_bubble(stages, microbatches)
-    other_s = profile.between_s + profile.update_s / stages
+    round_s = slowest / microbatches + (of_parameters_s + profile.microbatch_s) / ranks + sent_s
+    bubble_s = (ranks - 1) / parts_per_rank * round_s
+    other_s = profile.between_s + profile.update_s / ranks
     parts: dict[Kind, float] = {
         "compute": slowest + other_s,
-        "communication CPU": microbatches * cost_s,
+        "communication CPU": cost.step_s + (of_parameters_s + profile.microbatch_s) / ranks * microbatches,
         "wire": microbatches * sent_s,
         "bubble": bubble_s,
     }
-    return PlayedStep(rounds_s + other_s, parts)
+    return PlayedStep(sum(parts.values()), parts)
 
 
 def bounds_of(sizes: Sequence[float], parts: int) -> list[int]:

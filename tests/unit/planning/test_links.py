@@ -102,6 +102,7 @@ def test_the_optimum_loads_all_links_equally(workers: int, data: st.DataObject) 
 
 def test_pipeline_bubble() -> None:
     assert pipeline_bubble(4, 12) == pytest.approx(3 / 15)
+    assert pipeline_bubble(4, 12, 2) == pytest.approx(3 / 27)
     assert pipeline_bubble(1, 8) == 0.0
 
 

@@ -33,6 +33,7 @@ from paceline.strategies.profile import (
     latest_loss,
     write_record,
 )
+from paceline.torch.strategies.copies import Copies
 from paceline.torch.strategies.layer_times import LayerTimes
 from paceline.torch.strategies.microbatch_times import MicrobatchTimes
 from paceline.torch.strategies.step_phases import num_examples
@@ -53,9 +54,6 @@ _MORE_STEPS: Final = 2
 """All ranks end this number of steps after the first rank that reaches the target, because the others are at most one
 step ahead of it.
 """
-
-_COPIES_S: Final = 30.0
-_POLL_S: Final = 0.001
 
 
 class _MeasuredStep(NamedTuple):
@@ -79,6 +77,7 @@ class StepProfiler:
         self._layers = LayerTimes(strategy.device)
         self._microbatches: MicrobatchTimes | None = None
         self._traffic: TrafficCounter | None = None
+        self._copies: Copies | None = None
         self._target: float | None = None
         self._number = 0
         self._batch_size = 0
@@ -104,11 +103,12 @@ class StepProfiler:
 
     def _begin(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        (self._directory / STARTED).touch()
         if (self._directory / TARGET).exists():
             self._target = float((self._directory / TARGET).read_text())
         if (self._directory / COPIES).exists():
-            _wait_copies(self._directory)
+            self._copies = Copies(self._directory)
+        else:
+            (self._directory / STARTED).touch()
 
     def _begin_step(self, batch: Any) -> None:
         self._batch_size = max(self._batch_size, num_examples(batch))
@@ -128,7 +128,10 @@ class StepProfiler:
         self._layers.synchronize()
         self._layers.end_step()
         now_s = time.perf_counter()
-        step_s, self._began_s = now_s - self._began_s, now_s
+        step_s = now_s - self._began_s
+        if self._copies is not None:
+            self._copies.wait()
+        self._began_s = time.perf_counter() if self._copies is not None else now_s
         self._number += 1
         if self._num_steps is not None:
             warm_up = max(self._num_steps // _WARM_UP_SHARE, _WARM_UP)
@@ -166,6 +169,8 @@ class StepProfiler:
 
     def _write(self) -> None:
         """Write the measurements, unless there are too few. A program may end before its last measured step."""
+        if self._copies is not None:
+            self._copies.end()
         if self._is_written or len(self._steps) < _FEWEST_STEPS:
             return
         self._is_written = True
@@ -214,13 +219,6 @@ class StepProfiler:
 def _losses(steps: Sequence[_MeasuredStep]) -> list[float | None]:
     values = [math.nan if step.loss is None else float(step.loss) for step in steps]
     return [value if math.isfinite(value) else None for value in values]
-
-
-def _wait_copies(directory: Path) -> None:
-    """Wait until the other copies of the program have reached their training loops, so that all copies run together."""
-    deadline = time.monotonic() + _COPIES_S
-    while time.monotonic() < deadline and not all((each / STARTED).exists() for each in directory.parent.iterdir()):
-        time.sleep(_POLL_S)
 
 
 def _recorded_backward(begin: Callable[[Any], None], end: Callable[[], None]) -> ExitStack:
