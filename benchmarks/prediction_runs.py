@@ -181,7 +181,7 @@ def load_modules() -> None:
     """Import everything that the forks use."""
     for name in (*(spec.implementation.partition(":")[0] for spec in STRATEGIES.values()), "torch._dynamo"):
         importlib.import_module(name)
-    importlib.import_module("paceline.torch.strategies.profiling")
+    importlib.import_module("paceline.torch.strategies.measuring.profiling")
     prepare()
 
 

@@ -1,7 +1,7 @@
 """Describe the measured steps of a script. Predictions of its speed under other strategies use these measurements.
 
 ``paceline explain`` starts the script with the environment variable ``PACELINE_PROFILE``, and
-:mod:`paceline.torch.strategies.profiling` measures the steps.
+:mod:`paceline.torch.strategies.measuring.profiling` measures the steps.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def main() -> None:
             train(chosen, name)
 
 
-class Rows(nn.Module):
+class RowSums(nn.Module):
     """The sum of each example's rows of a sparse table."""
 
     def __init__(self, width: int) -> None:
@@ -62,7 +62,7 @@ def train(chosen: Strategy, name: str) -> None:
     layers: list[nn.Module] = [nn.Linear(width, width) for _ in range(depth)]
     inputs = torch.randn(_BATCH_SIZE * _NUM_BATCHES, width)
     if name == "rows":
-        layers.insert(0, Rows(width))
+        layers.insert(0, RowSums(width))
         inputs = torch.randint(0, _NUM_ROWS, (len(inputs), _LOOKUPS))
     model: nn.Module = nn.Sequential(*layers)
     data = TensorDataset(inputs)

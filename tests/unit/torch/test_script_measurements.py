@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.strategies.profile import STARTED
-from paceline.torch.strategies import copies
-from paceline.torch.strategies.copies import Copies
-from paceline.torch.strategies.microbatch_times import MicrobatchTimes
+from paceline.torch.strategies.measuring import program_copies
+from paceline.torch.strategies.measuring.microbatch_times import MicrobatchTimes
+from paceline.torch.strategies.measuring.program_copies import ProgramCopies
 
 STEPS = 20
 
@@ -23,7 +23,7 @@ def run_copies(folder: Path, pauses_s: dict[str, float], num_steps: dict[str, in
     begins: dict[str, list[float]] = {name: [] for name in pauses_s}
 
     def run(name: str) -> None:
-        group = Copies(folder / name)
+        group = ProgramCopies(folder / name)
         for _ in range(num_steps[name]):
             begins[name].append(time.monotonic())
             time.sleep(pauses_s[name])
@@ -50,7 +50,7 @@ def test_copies_begin_each_step_together(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(program_copies, "_PATIENCE_S", 0.2)
     began = time.monotonic()
     run_copies(tmp_path, {"0": 0.0, "1": 1.0}, {"0": STEPS, "1": 1})
     assert time.monotonic() - began < 5.0

@@ -36,7 +36,7 @@ from paceline.torch.strategies.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from paceline.observe.kubeflow import KubeflowStatus
-    from paceline.torch.strategies.profiling import StepProfiler
+    from paceline.torch.strategies.measuring.profiling import StepProfiler
     from paceline.torch.strategies.step_phases import StepPhases
 
 

@@ -26,7 +26,7 @@ from paceline.torch.strategies.base import Strategy, warn
 from paceline.torch.strategies.snapshots import Snapshots
 
 if TYPE_CHECKING:
-    from paceline.torch.strategies.profiling import StepProfiler
+    from paceline.torch.strategies.measuring.profiling import StepProfiler
 
 
 def class_of(spec: StrategySpec) -> type[Strategy]:
@@ -118,7 +118,7 @@ def strategy(
 
 def make_profiler(measured: Strategy, settings: Environment) -> StepProfiler:
     """Return a profiler that measures the steps of a strategy for ``paceline explain``."""
-    from paceline.torch.strategies.profiling import StepProfiler
+    from paceline.torch.strategies.measuring.profiling import StepProfiler
     from paceline.torch.strategies.server.cluster import open_clients
 
     assert settings.profile is not None

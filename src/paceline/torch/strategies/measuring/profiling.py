@@ -33,11 +33,11 @@ from paceline.strategies.profile import (
     latest_loss,
     write_record,
 )
-from paceline.torch.strategies.copies import Copies
-from paceline.torch.strategies.layer_times import LayerTimes
-from paceline.torch.strategies.microbatch_times import MicrobatchTimes
+from paceline.torch.strategies.measuring.layer_times import LayerTimes
+from paceline.torch.strategies.measuring.microbatch_times import MicrobatchTimes
+from paceline.torch.strategies.measuring.program_copies import ProgramCopies
+from paceline.torch.strategies.measuring.traffic import TrafficCounter
 from paceline.torch.strategies.step_phases import num_examples
-from paceline.torch.strategies.traffic import TrafficCounter
 
 if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy
@@ -77,7 +77,7 @@ class StepProfiler:
         self._layers = LayerTimes(strategy.device)
         self._microbatches: MicrobatchTimes | None = None
         self._traffic: TrafficCounter | None = None
-        self._copies: Copies | None = None
+        self._copies: ProgramCopies | None = None
         self._target: float | None = None
         self._number = 0
         self._batch_size = 0
@@ -106,7 +106,7 @@ class StepProfiler:
         if (self._directory / TARGET).exists():
             self._target = float((self._directory / TARGET).read_text())
         if (self._directory / COPIES).exists():
-            self._copies = Copies(self._directory)
+            self._copies = ProgramCopies(self._directory)
         else:
             (self._directory / STARTED).touch()
 

@@ -16,7 +16,7 @@ _POLL_S: Final = 0.001
 _NO_STEP: Final = np.iinfo(np.int64).max
 
 
-class Copies:
+class ProgramCopies:
     """The copies of a program. Each has a folder with a file that has the number of its last step."""
 
     def __init__(self, directory: Path) -> None:

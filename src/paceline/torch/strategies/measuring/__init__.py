@@ -1,0 +1,1 @@
+"""Measure the steps of a script, for ``paceline explain`` and ``paceline compare``."""
