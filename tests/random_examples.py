@@ -11,11 +11,11 @@ _COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthChe
 
 
 def load_profiles() -> None:
-    """Run 20% of the examples by default, and all of them with ``--hypothesis-profile thorough``.
+    """Run 10% of the examples by default, and all of them with ``--hypothesis-profile thorough``.
 
     Deadlines are off, because a busy machine would exceed them.
     """
-    settings.register_profile("quick", max_examples=20, **_COMMON)
+    settings.register_profile("quick", max_examples=10, **_COMMON)
     settings.register_profile("thorough", max_examples=_WHOLE, **_COMMON)
     settings.load_profile("quick")
 

@@ -27,7 +27,7 @@ _PATHS: dict[str, dict[str, Any]] = {
     "hierarchical": {"size": 4, "hosts": [0, 0, 1, 1], "algorithm": "hierarchical"},
 }
 _FAILURES = ("dies", "is stopped", "stays away", "raises", "calls another")
-_OFTEN = {"shared memory": ("dies", "is stopped"), "network": ("raises",)}
+_OFTEN = {"shared memory": ("dies",), "network": ("is stopped",)}
 _WHOLE = ("shared memory", "dies")
 _ALSO_OF_THE_FIRST = ("all_reduce", "gather", "send and recv", "recv in a chain", "split", "subgroup")
 """Rank 0 serves the store and is the leader of its host."""

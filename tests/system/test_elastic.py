@@ -312,6 +312,7 @@ def test_a_stopped_rank_is_replaced(elastic: Commands) -> None:
     assert ends(finished).keys() == {0, 2}
 
 
+@pytest.mark.thorough
 def test_rank_0_is_killed_from_outside(elastic: Commands) -> None:
     running = elastic.start(
         "run", "--strategy", "all-reduce", "--min-ranks", "1", "--nproc-per-node", "2", "train.py", "", "2"

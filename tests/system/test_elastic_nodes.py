@@ -46,6 +46,7 @@ def check_ranks(finished: list[Finished], *members: int) -> None:
     assert len(set(last.values())) == 1, "the ranks differ"
 
 
+@pytest.mark.thorough
 def test_a_rank_of_another_node_is_killed(nodes: Nodes, tmp_path: Path) -> None:
     running = [nodes.start(node, victims="1") for node in range(3)]
     finished = [each.wait() for each in running]
@@ -68,7 +69,7 @@ def test_a_node_dies_and_another_takes_its_place(nodes: Nodes, tmp_path: Path) -
     check_items(tmp_path)
 
 
-@pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.parametrize("comes_back", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_node_is_silent(nodes: Nodes, tmp_path: Path, *, comes_back: bool) -> None:
     running = [nodes.start(node, last=3 if comes_back else 2) for node in range(3)]
     running[1].wait_line("starts 1 ")

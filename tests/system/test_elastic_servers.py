@@ -208,7 +208,7 @@ def pushes(finished: Finished, member: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-@pytest.mark.parametrize("options", [[], ["--consistency", "sequential"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--consistency", "sequential"], marks=pytest.mark.thorough)])
 def test_a_killed_rank_of_a_hybrid_training_is_replaced(elastic: Commands, tmp_path: Path, options: list[str]) -> None:
     finished = run(elastic, "--nproc-per-node", "2", *options, "hybrid.py", "1", "2")
     assert finished.status == 0, finished
@@ -232,6 +232,7 @@ def test_a_slow_rank_of_a_hybrid_training_is_left_out(elastic: Commands, tmp_pat
     assert pushes(finished, "1")[1] == 0, "the slow rank changes rows while it is left out"
 
 
+@pytest.mark.thorough
 def test_a_third_node_joins_a_hybrid_training(elastic: Commands) -> None:
     """The servers are on the first two nodes. The third node is killed and started again."""
     elastic.environment["PACELINE_TOKEN"] = "a secret of the tests"
@@ -265,7 +266,8 @@ def check_counts(finished: Finished) -> None:
 
 
 @pytest.mark.parametrize(
-    "consistency", ["sequential", "bounded:2", pytest.param("eventual", marks=pytest.mark.thorough)]
+    "consistency",
+    ["sequential", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("bounded:2", "eventual"))],
 )
 def test_killed_ranks_of_a_training_with_servers_are_replaced(
     elastic: Commands, tmp_path: Path, consistency: str

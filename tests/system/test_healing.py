@@ -76,7 +76,7 @@ def parts(finished: Finished, name: str) -> list[tuple[int, int]]:
     return [(int(member), int(size)) for member, size in re.findall(rf"{name} (\d+) (\d+) ", finished.out)]
 
 
-@pytest.mark.parametrize("options", [[], ["--global-batch", "24"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--global-batch", "24"], marks=pytest.mark.thorough)])
 def test_a_rank_that_received_the_state_in_parts_is_equal(elastic: Commands, options: list[str]) -> None:
     finished = run(elastic, "1", 3, *options)
     last = ends(finished)

@@ -94,7 +94,7 @@ def check_ends(finished: list[Finished], *members: int) -> None:
     assert ends == [[member, epoch, epoch] for member in members], finished
 
 
-@pytest.mark.parametrize("min_ranks", [1, 2])
+@pytest.mark.parametrize("min_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_killed_rank_is_replaced(horovod: Commands, min_ranks: int) -> None:
     options = ["--min-ranks", str(min_ranks), "--nproc-per-node", "2"]
     finished = horovod.run("run", *options, "train.py", "1", "2", "100")

@@ -68,7 +68,13 @@ def expected(num_ranks: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options"), [(1, []), (2, []), (2, ["--min-ranks", "2"]), (2, ["--strategy", "sharded"])]
+    ("num_ranks", "options"),
+    [
+        pytest.param(1, [], marks=pytest.mark.thorough),
+        (2, []),
+        (2, ["--min-ranks", "2"]),
+        (2, ["--strategy", "sharded"]),
+    ],
 )
 def test_a_script_continues_from_its_snapshot(
     paceline: Commands, tmp_path: Path, num_ranks: int, options: list[str]

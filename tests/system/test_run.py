@@ -176,7 +176,13 @@ def test_the_traceback_of_the_responsible_rank_is_printed_first_and_last(forking
 
 @pytest.mark.parametrize(
     ("case", "status"),
-    [("leaves", 1), ("ends slowly", 1), ("exits", 3), ("exits in a thread", 4), ("is killed", 137)],
+    [
+        ("leaves", 1),
+        pytest.param("ends slowly", 1, marks=pytest.mark.thorough),
+        ("exits", 3),
+        pytest.param("exits in a thread", 4, marks=pytest.mark.thorough),
+        ("is killed", 137),
+    ],
 )
 def test_the_failed_rank_is_named_instead_of_a_waiting_rank(
     case: str, status: int, forking: Commands, tmp_path: Path
@@ -186,7 +192,7 @@ def test_the_failed_rank_is_named_instead_of_a_waiting_rank(
     assert finished.status == status
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.thorough)])
 def test_a_killed_rank_ends_the_other_ranks(paceline: Commands, tmp_path: Path, number: int) -> None:
     running = paceline.start("run", "--nproc-per-node", "2", script(tmp_path, _WAIT))
     pids = wait_pids(running, 2)

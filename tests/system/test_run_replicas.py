@@ -153,6 +153,7 @@ def test_a_killed_server_does_not_change_the_model(replicated: Commands, tmp_pat
     assert re.fullmatch("".join(lines), finished.err), finished.err
 
 
+@pytest.mark.thorough
 def test_hybrid_training_continues_after_deaths(replicated: Commands, tmp_path: Path) -> None:
     running = start(replicated, "hybrid", script(tmp_path, _CLICKS))
     kill(running, "server", running.wait_line("kill").split()[-1])

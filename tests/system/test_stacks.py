@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.free_ports import two_free_ports
-from tests.warm.processes import RANKS
+from tests.warm.processes import RANKS, WarmProcess
 
 from .running import Commands, Running, wait_until
 
@@ -59,10 +58,13 @@ def _blocks(text: str) -> dict[str, str]:
     return {block.partition("\n")[0]: block for block in text.strip().split("\n\n")}
 
 
-def _analyse(folder: Path) -> str:
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
-    finished = subprocess.run(command, capture_output=True, text=True, check=True)
-    return finished.stdout + finished.stderr
+def _analyse(commands: Commands, folder: Path) -> str:
+    words = ["-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
+    pipe = subprocess.PIPE
+    analysis = WarmProcess(words, kind="torch", env=commands.environment, stdout=pipe, stderr=pipe, text=True)
+    output, errors = analysis.communicate(60)
+    assert analysis.returncode == 0, errors
+    return f"{output}{errors}"
 
 
 def _wait_waiting(paceline: Commands, run: Running, text: str) -> str:
@@ -95,7 +97,7 @@ def test_the_rank_that_hangs_is_seen_in_one_look(with_torch: Commands, tmp_path:
 
     written = with_torch.succeed("stacks", str(run.process.pid), "--flight-recorder", "now")
     assert "wrote the last collectives of 4 ranks to now" in written.out
-    found = _analyse(tmp_path / "now")
+    found = _analyse(with_torch, tmp_path / "now")
     assert "Not all ranks joining collective, sequence number: 4" in found
     assert "missing ranks: {2}" in found
 
@@ -115,7 +117,7 @@ def test_a_timeout_prints_the_stacks_once_and_writes_the_last_collectives(with_t
     assert sorted(path.name for path in (tmp_path / "failed").iterdir()) == [
         f"paceline_rank_{rank}" for rank in range(4)
     ]
-    assert "missing ranks: {2}" in _analyse(tmp_path / "failed")
+    assert "missing ranks: {2}" in _analyse(with_torch, tmp_path / "failed")
 
 
 def test_workers_that_wait_for_a_worker_are_seen(paceline: Commands, tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_bad_input(words: list[str], status: int, expected: str, paceline: Comma
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server"])
+@pytest.mark.parametrize("strategy", [pytest.param("all-reduce", marks=pytest.mark.thorough), "parameter-server"])
 def test_the_processes_of_all_nodes(with_torch: Commands, tmp_path: Path, strategy: str) -> None:
     port = two_free_ports()
     with_torch.environment["PACELINE_TOKEN"] = "a token for tests"

@@ -20,7 +20,7 @@ from .test_replication import is_whole
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 CASES = [
-    (Eventual(), Adam(lr=0.1)),
+    pytest.param(Eventual(), Adam(lr=0.1), marks=pytest.mark.thorough),
     pytest.param(Eventual(), FTRL(alpha=0.1), marks=pytest.mark.thorough),
     (BoundedDelay(tau=1), SGD(lr=1.0)),
     (Sequential(), Adam(lr=0.1)),

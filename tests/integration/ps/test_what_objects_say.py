@@ -11,7 +11,7 @@ from paceline.errors import ConnectionLostError
 pytestmark = pytest.mark.usefixtures("warm_clusters")
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("replicas", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_representations_are_available_during_and_after_the_cluster(replicas: int) -> None:
     keys = np.array([1, 2**63], np.uint64)
     with paceline.local_cluster(servers=2, replicas=replicas) as cluster:

@@ -89,7 +89,7 @@ def test_the_error_names_the_rank_with_the_mistake(tmp_path: Path, case: str, wo
     assert "[rank1]" not in err
 
 
-@pytest.mark.parametrize("strategy", ["parameter-server", "hybrid"])
+@pytest.mark.parametrize("strategy", ["parameter-server", pytest.param("hybrid", marks=pytest.mark.thorough)])
 def test_a_second_strategy_with_servers_is_refused(tmp_path: Path, strategy: str) -> None:
     status, _, err = run(tmp_path, strategy, "two")
     assert status == 1, err
