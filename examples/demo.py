@@ -25,7 +25,7 @@ from rich.table import Table
 
 from paceline.data import ClickLogSpec, write_click_log
 from paceline.models.metrics import ClickEvaluation
-from paceline.observe import format_rate
+from paceline.observe.table import format_rate
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps.messages import ClusterSettings
 from paceline.training.driver import run_training

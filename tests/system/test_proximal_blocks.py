@@ -121,14 +121,15 @@ def test_the_optimum_is_found(tmp_path: Path, servers: int, workers: int, max_de
 def test_printed_progress(paceline: Commands, tmp_path: Path) -> None:
     write_examples(tmp_path / "rows.svm", separable=True)
     common = ["train", "rows.svm", "--solver", "proximal-blocks", "--workers", "1", "--numeric-scale", "none"]
-    found = paceline.succeed(*common, "--epochs", "3", "--json", "--plot", "passes.svg", "--filters", "key-caching")
+    found = paceline.succeed(*common, "--epochs", "3", "--json", "--plot", "passes.html", "--filters", "key-caching")
     passes = found.json["block_passes"]
     assert [report["number"] for report in passes] == [1, 2, 3]
     assert passes[-1]["ended"] == "passes"
     assert "Pass a larger --epochs" in found.err
     assert "pass 2: objective" in found.err
     assert "of the columns active" in found.err
-    assert (tmp_path / "passes.svg").read_text().startswith("<svg")
+    page = (tmp_path / "passes.html").read_text()
+    assert '"title":"Active columns","x_label":"pass","series":[{"name":"Active columns","x":[1,2,3]' in page
     settings = {"solver": "proximal-blocks", "l1": 1.0, "l2": 0.0, "max_delay": 0, "max_passes": 3}
     assert settings.items() <= found.json["settings"].items()
     assert "alpha" not in found.json["settings"]

@@ -74,7 +74,8 @@ def compare(options: CompareOptions) -> None:
         if comparisons and options.report is not None:
             title = " ".join(["paceline compare", options.script or "", *(options.arguments or ())])
             status = f"{len(comparisons[0].records)} ranks on this machine"
-            write_page(options.report, page_bytes(title, status, comparing.page_of(comparisons, options.target_loss)))
+            page = page_bytes(title, status, comparing.page_of(comparisons, options.target_loss))
+            write_page("--report", options.report, page)
 
 
 @expand_flags
@@ -110,7 +111,7 @@ def simulate(options: SimulateOptions) -> None:
             "paceline simulate", simulating.describe_simulation(options), simulating.page_of(found, options)
         )
         if options.report is not None:
-            write_page(options.report, page)
+            write_page("--report", options.report, page)
         if server is not None:
             address = add_pages(server, {"/": lambda: Page(page, "text/html; charset=utf-8")})
             typer.echo(f"paceline simulate: dashboard at {address}. Press Ctrl-C to end", err=True)

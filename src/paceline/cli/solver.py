@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import typer
 
 from paceline.errors import UsageError
+from paceline.output_files import check_output
 
 from .train_flags import MINIBATCHES, TrainFlags
 
@@ -78,9 +81,8 @@ def choose_blocks(context: typer.Context, flags: TrainFlags) -> ProximalBlocks |
             f"--filters {', '.join(lossy)}: --solver {PROXIMAL_BLOCKS} needs exact values. Pass key-caching, "
             "key-numbers or compress"
         )
-    plot = flags.solver.plot
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise UsageError(f"--plot {plot}: no directory {plot.absolute().parent}. Create it first")
+    if flags.solver.plot is not None:
+        check_output("--plot", flags.solver.plot)
     settings: dict[str, Any] = {
         "l1": flags.update.l1,
         "l2": flags.update.l2,
@@ -92,19 +94,28 @@ def choose_blocks(context: typer.Context, flags: TrainFlags) -> ProximalBlocks |
     return ProximalBlocks(**{name: value for name, value in settings.items() if value is not None})
 
 
-def write_plot(file: Path, passes: list[BlockPass]) -> None:
-    from paceline.observe import draw_passes
-    from paceline.output_files import replacing
+def write_plot(file: Path, passes: Sequence[BlockPass]) -> None:
+    """Write a page that plots the objective and the active columns by pass."""
+    from paceline.observe.plots import Plot, Series, page_bytes, write_page
 
-    drawing = draw_passes([block_pass.objective for block_pass in passes], [block_pass.active for block_pass in passes])
-    try:
-        with replacing(file) as aside:
-            aside.write_text(drawing, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--plot {file}: {error.strerror or error}") from None
+    least = min(block_pass.objective for block_pass in passes)
+    distances = {
+        block_pass.number: (block_pass.objective - least) / max(abs(least), 1e-300) for block_pass in passes
+    }
+    logarithms = {number: math.log10(distance) for number, distance in distances.items() if distance > 0}
+    active = {block_pass.number: block_pass.active for block_pass in passes}
+
+    def plot(title: str, by_pass: Mapping[int, float], format: Literal["number", "percent"]) -> Plot:
+        series = Series(name=title, x=[*by_pass], y=[*by_pass.values()], color=0)
+        return Plot(title=title, x_label="pass", series=[series], format=format)
+
+    plots = [plot("Active columns", active, "percent")]
+    if logarithms:
+        plots.insert(0, plot("Relative distance of the objective from its minimum (log10)", logarithms, "number"))
+    write_page("--plot", file, page_bytes("paceline train", describe_end(passes), plots))
 
 
-def describe_end(passes: list[BlockPass]) -> str:
+def describe_end(passes: Sequence[BlockPass]) -> str:
     last = passes[-1]
     how = {"converged": "converged after", "separable": "labels separated after", "passes": "ended after"}[last.ended]
     return (

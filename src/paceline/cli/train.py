@@ -60,7 +60,7 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
             fork_server=context.obj,  # the fork server that main() has started, or None
         )
     if flags.solver.plot is not None:
-        write_plot(flags.solver.plot, list(result.block_passes))
+        write_plot(flags.solver.plot, result.block_passes)
     if flags.output.json:
         typer.echo(json_module.dumps(result.as_json(), allow_nan=False))
     else:

@@ -213,7 +213,7 @@ class SolverFlags:
     max_delay: int | None = option("Number of unfinished blocks when the next block starts; default 0.", min=0)
     block_ratio: float | None = option("Number of blocks, divided by the values of an average row; default 4.")
     tolerance: float | None = option("Relative change of the objective that ends the training; default 1e-9.")
-    plot: Path | None = option("SVG file for a plot of the objective and the active columns by pass.")
+    plot: Path | None = option("HTML file for plots of the objective and the active columns by pass.")
 
 
 @dataclass(frozen=True, kw_only=True)

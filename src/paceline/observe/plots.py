@@ -1,4 +1,4 @@
-"""Write a page with plots, bars and tables: the report of a comparison or of a simulation."""
+"""Write a page with plots and tables, such as the report of a comparison."""
 
 from __future__ import annotations
 
@@ -38,26 +38,6 @@ class Plot:
     kind: Literal["plot"] = "plot"
 
 
-@dataclass(frozen=True, slots=True)
-class BarRow:
-    """A bar with its name on the left, and its text on the right."""
-
-    name: str
-    value: float
-    text: str
-    color: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
-    """Horizontal bars with one scale."""
-
-    title: str
-    rows: Sequence[BarRow]
-    note: str = ""
-    kind: Literal["bars"] = "bars"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTable:
     """A table, whose first column is a name."""
@@ -69,12 +49,12 @@ class PageTable:
     kind: Literal["table"] = "table"
 
 
-def page_bytes(title: str, status: str, sections: Sequence[Plot | Bars | PageTable]) -> bytes:
+def page_bytes(title: str, status: str, sections: Sequence[Plot | PageTable]) -> bytes:
     """Return a page that needs no other file. `status` is a remark beside the title."""
     return make_report({"title": title, "status": status, "sections": sections})
 
 
-def write_page(path: Path, page: bytes) -> None:
-    """Write the page of ``--report``. Raises UsageError if the file cannot be written."""
-    with naming_output("--report", path), replacing(path) as aside:
+def write_page(option: str, path: Path, page: bytes) -> None:
+    """Write the page of an option such as ``--report``. Raises UsageError if the file cannot be written."""
+    with naming_output(option, path), replacing(path) as aside:
         aside.write_bytes(page)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.errors import UsageError
-from paceline.observe.plots import BarRow, Bars, PageTable, Plot, Series
+from paceline.observe.plots import PageTable, Plot, Series
 from paceline.observe.table import draw_bars, format_bytes, format_count
 from paceline.planning.calibration import key_of, load_results, store_results
 from paceline.planning.explaining import find_machine, profile_both
@@ -189,17 +189,9 @@ def show_comparisons(console: Console, comparisons: Sequence[StepComparison], ta
     console.print(f"\n{_describe_errors(comparisons)}")
 
 
-def page_of(comparisons: Sequence[StepComparison], target: float | None) -> list[Plot | Bars | PageTable]:
-    """Return the sections of the report."""
-    labels = [comparison.prediction.candidate.label for comparison in comparisons]
-    steps = [
-        BarRow(f"{label}, {word}", step_s, f"{step_s * 1e3:,.2f} ms", color)
-        for label, comparison in zip(labels, comparisons, strict=True)
-        for color, (word, step_s) in enumerate(
-            (("predicted", comparison.prediction.step_s), ("measured", comparison.step_s))
-        )
-    ]
-    sections: list[Plot | Bars | PageTable] = [*tables_of(comparisons, target)]
+def page_of(comparisons: Sequence[StepComparison], target: float | None) -> list[Plot | PageTable]:
+    """Return the sections of the report: the tables, and the loss against time and examples."""
+    sections: list[Plot | PageTable] = [*tables_of(comparisons, target)]
     for title, is_time in (("Loss against time", True), ("Loss against examples", False)):
         series = [
             _loss_series(comparison, number, is_time=is_time)
@@ -209,18 +201,6 @@ def page_of(comparisons: Sequence[StepComparison], target: float | None) -> list
         if series:
             label = "seconds" if is_time else "examples of all ranks"
             sections.append(Plot(title=title, x_label=label, series=series, format="number"))
-    sections.append(Bars(title="Step", rows=steps))
-    for title, values, show in (
-        ("Staleness", [each.staleness for each in comparisons], "{:.2f} pushes".format),
-        ("Traffic of a rank per step", [each.step_bytes for each in comparisons], format_bytes),
-    ):
-        rows = [
-            BarRow(label, value, show(value), number)
-            for number, (label, value) in enumerate(zip(labels, values, strict=True))
-            if value is not None
-        ]
-        if rows:
-            sections.append(Bars(title=title, rows=rows))
     return sections
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from paceline.environment import parse_duration
 from paceline.errors import UsageError
-from paceline.observe.plots import Bars, PageTable, Plot, Series
+from paceline.observe.plots import PageTable, Plot, Series
 from paceline.observe.table import draw_bars
 from paceline.planning.faults import MachineFaults
 from paceline.planning.known_models import find_model, varied, with_stragglers
@@ -139,7 +139,7 @@ def simulation_as_json(found: dict[int, SimulatedNodes]) -> list[dict[str, Any]]
 def _curves(found: dict[int, SimulatedNodes]) -> Iterator[tuple[StrategyCandidate, list[float]]]:
     """Yield each strategy with its efficiency by number of nodes."""
     for column in zip(*(simulated.predictions for simulated in found.values()), strict=True):
-        shares = [each.efficiency(prediction) for each, prediction in zip(found.values(), column, strict=True)]
+        shares = [nodes.efficiency(prediction) for nodes, prediction in zip(found.values(), column, strict=True)]
         yield column[0].candidate, shares
 
 
@@ -183,7 +183,7 @@ def show_simulation(console: Console, found: dict[int, SimulatedNodes], options:
         console.print(sentence)
 
 
-def page_of(found: dict[int, SimulatedNodes], options: SimulateOptions) -> list[Plot | Bars | PageTable]:
+def page_of(found: dict[int, SimulatedNodes], options: SimulateOptions) -> list[Plot | PageTable]:
     """Return the sections of the report: the curves of efficiency and of speed, and their numbers."""
     nodes, curves = list(found), list(_curves(found))
     names = [f"{candidate.label} {_place(candidate)}".strip() for candidate, _ in curves]

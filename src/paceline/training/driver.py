@@ -21,10 +21,10 @@ from paceline.launch.cluster_metrics import ClusterMetrics
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
 from paceline.models.progressive import HEADING, ProgressiveLoss
-from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
 from paceline.observe.collector import Collector
 from paceline.observe.kubeflow import KubeflowStatus
 from paceline.observe.metrics import MetricValues
+from paceline.observe.progress import ProgressSnapshot, RateMeter, TrainingProgress
 from paceline.protocol import Consistency, Eventual, parse_consistency
 from paceline.ps import Client, messages
 from paceline.tables.memory.limit import MemoryLimit

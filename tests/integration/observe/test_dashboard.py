@@ -21,7 +21,7 @@ from paceline.errors import PeerError, UsageError
 from paceline.observe.dashboard import make_report
 from paceline.observe.metrics import MetricValues
 from paceline.observe.outputs import open_outputs
-from paceline.observe.plots import BarRow, Bars, PageTable, Plot, Series, page_bytes
+from paceline.observe.plots import PageTable, Plot, Series, page_bytes
 from paceline.observe.top import fetch_state, show_top
 from paceline.observe.web import Page, WebRequest, WebServer, parse_place
 
@@ -127,18 +127,17 @@ def draw(page: Path) -> str:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium")
-def test_chromium_draws_plots_bars_and_tables(tmp_path: Path) -> None:
+def test_chromium_draws_plots_and_tables(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     series = [
         Series(name=name, x=[2, 4, 1024], y=y, color=number, is_dashed=number == 1)
         for number, (name, y) in enumerate({"<a>": [1.0, 0.5, 0.25], "b": [0.75, 0.75, 0.75]}.items())
     ]
     plot = Plot(title="Curves", x_label="nodes", series=series, format="percent", is_log=True)
-    bars = Bars(title="Bars", rows=[BarRow("c", 2.0, "2 ms", 0), BarRow("d", 1.0, "1 ms", 1)])
     table = PageTable(title="Cells", columns=["e"], rows=[["f"]])
-    page.write_bytes(page_bytes("a simulation", "2 ranks", [plot, bars, table]))
+    page.write_bytes(page_bytes("a simulation", "2 ranks", [plot, table]))
     drawn = draw(page)
-    for text in ("&lt;a&gt;", "1,024</text>", "100%</text>", "width: 50%", "2 ms", "<th>e</th>", "<td>f</td>"):
+    for text in ("&lt;a&gt;", "1,024</text>", "100%</text>", "<th>e</th>", "<td>f</td>"):
         assert text in drawn, text
     curves = re.findall(r'<path d="M([^"]*)"', drawn)
     points = [[tuple(map(float, point.split(","))) for point in curve.split("L")] for curve in curves]

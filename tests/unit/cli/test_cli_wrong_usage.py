@@ -88,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ),
         ("train good.tsv --patience 3", 2, "--patience needs a validation file: pass --validation"),
         ("train good.tsv --solver blocks", 2, "--solver blocks: expected minibatches or proximal-blocks"),
-        ("train good.tsv --max-delay 2 --plot p.svg", 2, "--max-delay, --plot: only for --solver proximal-blocks"),
+        ("train good.tsv --max-delay 2 --plot p.html", 2, "--max-delay, --plot: only for --solver proximal-blocks"),
         (
             "train good.tsv --solver proximal-blocks --model fm",
             2,
@@ -119,7 +119,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
             2,
             "--filters quantize: --solver proximal-blocks needs",
         ),
-        ("train good.tsv --solver proximal-blocks --plot no/p.svg", 2, "--plot no/p.svg: no directory"),
+        ("train good.tsv --solver proximal-blocks --plot no/p.html", 2, "--plot no/p.html: No such file"),
         (
             "train good.tsv --solver proximal-blocks --tolerance 0",
             2,

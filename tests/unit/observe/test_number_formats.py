@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from paceline.observe import format_bytes, format_rate
-from paceline.observe.table import format_count, format_duration
+from paceline.observe.table import format_bytes, format_count, format_duration, format_rate
 
 
 @pytest.mark.parametrize(

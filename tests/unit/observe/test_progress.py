@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from rich.console import Console
 
-from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
+from paceline.observe.progress import ProgressSnapshot, RateMeter, TrainingProgress
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 

@@ -9,8 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from paceline.observe import ProgressSnapshot, TrainingProgress
-from paceline.observe.progress import WorkProgress
+from paceline.observe.progress import ProgressSnapshot, TrainingProgress, WorkProgress
 from paceline.observe.work import SilentWork, show_progress, start_work, track
 
 
