@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -76,12 +77,9 @@ class TensorBoard(MetricSink):
             for labels, value in shown.items():
                 assert not isinstance(value, list)
                 tag = "/".join([name, *(f"{key}_{text}" for key, text in zip(metric.labels, labels, strict=True))])
-                self._add(tag + suffix, value)
+                if not math.isnan(value):  # the sum of a histogram may be unknown
+                    self._writer.add_scalar(tag + suffix, value, round(time_s - self._start_s))
         self._writer.flush()
-
-    def _add(self, tag: str, value: float) -> None:
-        if value == value:  # the sum of a histogram may be unknown
-            self._writer.add_scalar(tag, value, round(self._last_s - self._start_s))
 
     @override
     def close(self) -> None:

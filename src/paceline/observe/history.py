@@ -61,9 +61,11 @@ def _difference(value: Value, before: Value | None) -> tuple[float, float]:
 class RunHistory(MetricSink):
     """Computes the figures once a second. Thread-safe."""
 
-    def __init__(self, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`title` is the command that the figures belong to."""
-        self._title, self._clock = title, clock
+    def __init__(
+        self, title: str, collector: Collector | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`title` is the command of the run. The history reports the events of `collector`."""
+        self._title, self._collector, self._clock = title, collector, clock
         self._start_s = clock()
         self._lock = threading.Lock()
         self._recent: deque[tuple[float, Samples]] = deque()
@@ -72,8 +74,6 @@ class RunHistory(MetricSink):
         self._stride = self._num_seen = 0
         self._state: dict[str, Any] = {}
         self._has_ended = False
-        self.collector: Collector | None = None
-        """The source of events."""
 
     @override
     def write(self, samples: Samples, *, is_last: bool) -> None:
@@ -130,7 +130,7 @@ class RunHistory(MetricSink):
                 "silent_s": SILENT_S,
                 "series": {"time": list(self._times), **{name: list(values) for name, values in self._series.items()}},
             }
-        events = [] if self.collector is None else self.collector.recent_events()
+        events = [] if self._collector is None else self._collector.recent_events()
         state["events"] = [[round(time_s - self._start_s, 1), text] for time_s, text in events]
         return state
 

@@ -6,6 +6,7 @@ the dashboard and the docs) uses this table.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -226,9 +227,8 @@ class _Families:
                 histogram = HistogramMetricFamily(name, metric.help, labels=metric.labels)
                 for labels, value in values.items():
                     assert isinstance(value, list)
-                    bounds = [*map(str, metric.bounds), "+Inf"]
-                    buckets = list(zip(bounds, accumulate(value[1:]), strict=True))
-                    histogram.add_metric(labels, buckets, None if value[0] != value[0] else value[0])
+                    total, buckets = _cumulate(value, metric)
+                    histogram.add_metric(labels, buckets, total)
                 yield histogram
             else:
                 kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
@@ -236,6 +236,13 @@ class _Families:
                 for labels, value in values.items():
                     family.add_metric(labels, value)
                 yield family
+
+
+def _cumulate(histogram: list[float], metric: Metric) -> tuple[float | None, list[tuple[str, float]]]:
+    """Return the sum (None if it is unknown), and the number of values up to each bound."""
+    bounds = [*map(str, metric.bounds), "+Inf"]
+    total = None if math.isnan(histogram[0]) else histogram[0]
+    return total, list(zip(bounds, accumulate(histogram[1:]), strict=True))
 
 
 def as_json(samples: Samples) -> dict[str, list[dict[str, Any]]]:
@@ -249,9 +256,8 @@ def as_json(samples: Samples) -> dict[str, list[dict[str, Any]]]:
         for labels, value in values.items():
             entry: dict[str, Any] = dict(zip(metric.labels, labels, strict=True))
             if isinstance(value, list):
-                counts = list(accumulate(value[1:]))
-                entry |= {"sum": None if value[0] != value[0] else value[0], "count": counts[-1]}
-                entry["buckets"] = dict(zip([*map(str, metric.bounds), "+Inf"], counts, strict=True))
+                total, buckets = _cumulate(value, metric)
+                entry |= {"sum": total, "count": buckets[-1][1], "buckets": dict(buckets)}
             else:
                 entry["value"] = value
             found.setdefault(name, []).append(entry)

@@ -50,7 +50,7 @@ def open_outputs(
         if dashboard is not None or report is not None:
             from paceline.observe.history import RunHistory
 
-            history = RunHistory(" ".join([command, *sys.argv[2:]]))
+            history = RunHistory(" ".join([command, *sys.argv[2:]]), collector)
             collector.add_sink(history)
         if report is not None:
             from paceline.observe.dashboard import ReportFile
@@ -72,7 +72,5 @@ def open_outputs(
             assert history is not None
             server = servers.get(dashboard) or stack.enter_context(WebServer.start(dashboard, "--dashboard"))
             print(f"{command}: dashboard at {add_dashboard(server, history)}", file=sys.stderr, flush=True)
-        if history is not None:
-            history.collector = collector
         collector.start()
         yield collector

@@ -142,9 +142,8 @@ def _draw_ranks(state: dict[str, Any], width: int, most_ranks: int) -> Table:
 
     ranks = sorted(state["ranks"], key=urgency, reverse=True)[:most_ranks]
     left_out = len(state["ranks"]) - len(ranks)
-    table = Table(box=None, pad_edge=False, header_style="bold", caption=f"{left_out} more ranks" if left_out else None)
-    for name in ("rank", "examples", "step", "waited for", "memory", "seen"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _start_table("rank", "examples", "step", "waited for", "memory", "seen")
+    table.caption = f"{left_out} more ranks" if left_out else None
     phases = [phase for phase in state["phases"] if any(rank["phases"].get(phase, 0) > 0.001 for rank in ranks)]
     legend = [part for phase in phases for part in (("".join((_FILLS[phase][0], phase[:4])), _FILLS[phase][1]), " ")]
     if width >= 76:
@@ -168,9 +167,7 @@ def _draw_ranks(state: dict[str, Any], width: int, most_ranks: int) -> Table:
 
 
 def _draw_servers(servers: Sequence[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("server", "rows", "memory", "traffic", "held"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _start_table("server", "rows", "memory", "traffic", "held")
     for server in servers:
         table.add_row(
             str(server["server"]),
@@ -179,4 +176,11 @@ def _draw_servers(servers: Sequence[dict[str, Any]]) -> Table:
             f"{format_bytes(server['bytes_per_s'])}/s",
             "" if server["held"] is None else f"{server['held']:.0f}",
         )
+    return table
+
+
+def _start_table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import shlex
 import sys
 import tempfile
@@ -103,18 +102,18 @@ def find_jobs(target: str | None) -> list[FoundJob]:
     `target` is the id of a process or the address of a scheduler. Raises UsageError if it belongs to no job of this
     user, and PacelineError if no job runs.
     """
+    if target is not None and target.isdigit():
+        return _jobs_of_process(int(target))
+    jobs = _merge(_running(os.getuid(), {tempfile.gettempdir()}))
     if target is None:
-        jobs = _merge(_running(os.getuid(), {tempfile.gettempdir()}))
         if not jobs:
             raise PacelineError(
                 "no job runs on this machine. Start one with paceline run or paceline train, or pass the id of its "
                 "process if it has another TMPDIR"
             )
         return jobs
-    if target.isdigit():
-        return _jobs_of_process(int(target))
     address = target.removeprefix("tcp://").replace("localhost:", "127.0.0.1:")
-    jobs = [job for job in _merge(_running(os.getuid(), {tempfile.gettempdir()})) if job.info.scheduler == address]
+    jobs = [job for job in jobs if job.info.scheduler == address]
     if not jobs:
         raise UsageError(
             f"{target}: no process of a cluster with this scheduler runs on this machine. Pass the scheduler's address "
@@ -128,15 +127,11 @@ def _jobs_of_process(pid: int) -> list[FoundJob]:
 
     try:
         process = psutil.Process(pid)
-        owner, name = process.uids().real, process.name()
+        owner, name, user = process.uids().real, process.name(), process.username()
     except psutil.NoSuchProcess:
         raise UsageError(f"{pid}: there is no process with this id. Pass the id of a job's process") from None
     if owner != os.getuid():  # files in the folder of another user are not trusted, not even by root
-        with contextlib.suppress(KeyError):
-            raise UsageError(
-                f"process {pid} belongs to user {pwd.getpwuid(owner).pw_name}. Run the command as this user"
-            )
-        raise UsageError(f"process {pid} belongs to user {owner}. Run the command as this user")
+        raise UsageError(f"process {pid} belongs to user {user}. Run the command as this user")
     places, related = {tempfile.gettempdir()}, {pid}
     with contextlib.suppress(psutil.Error):
         places.add(process.environ().get("TMPDIR") or tempfile.gettempdir())
