@@ -21,8 +21,7 @@ from paceline.horovod.engine import HorovodEngine
 from paceline.horovod.membership import elastic_group, meet
 from paceline.horovod.process_sets import ProcessSet, global_process_set, register_global_set
 from paceline.horovod.stalls import StallInspector
-from paceline.horovod.traces import RankTraces
-from paceline.observe.timeline import TimelineWriter
+from paceline.horovod.traces import RankTraces, TimelineWriter
 from paceline.protocol.negotiation.negotiator import Negotiator
 from paceline.protocol.negotiation.requests import ADD_PROCESS_SET, REMOVE_PROCESS_SET, UNNAMED, Key, TensorRequest
 

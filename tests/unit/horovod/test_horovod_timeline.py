@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.timeline import TimelineEvent, TimelineWriter
+from paceline.horovod.traces import TimelineEvent, TimelineWriter
 
 
 def read(path: Path) -> list[dict[str, Any]]:
