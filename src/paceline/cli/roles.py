@@ -255,14 +255,14 @@ def _watch(name: str, joining: Joining, collector: Collector | None = None, *, s
     A scheduler adds the metrics of other processes to its `collector`. With `sends_metrics`, this process sends its own
     metrics to such a scheduler.
     """
-    from paceline.launch.job_agent import JobAgent, JobPlace, wants_metrics
+    from paceline.launch.job_agent import JobAddress, JobAgent, wants_metrics
     from paceline.observe.stuck.jobs import start_job
     from paceline.observe.stuck.processes import watch
     from paceline.transport import Address
 
-    place = JobPlace(Address.parse(joining.scheduler), joining.token, joining.tls)
+    address = JobAddress(Address.parse(joining.scheduler), joining.token, joining.tls)
     collects_all = collector is not None
-    if sends_metrics and wants_metrics(place):
+    if sends_metrics and wants_metrics(address):
         from paceline.observe.collector import Collector
 
         collector = Collector()
@@ -271,7 +271,7 @@ def _watch(name: str, joining: Joining, collector: Collector | None = None, *, s
     job = start_job(joining.scheduler)
     if job is not None:
         watch(name, job.folder)
-        agent = JobAgent(place, job.folder, collector=collector, collects_all=collects_all)
+        agent = JobAgent(address, job.folder, collector=collector, collects_all=collects_all)
         atexit.register(agent.close)
 
 

@@ -85,13 +85,13 @@ def stacks(
 
 def _print_everywhere(target: str, token_file: Path | None, tls: TLSFlags, *, is_full: bool) -> None:
     from paceline.errors import printable
-    from paceline.launch.job_agent import JobPlace, collect_everywhere
+    from paceline.launch.job_agent import JobAddress, collect_everywhere
     from paceline.observe.stuck.report import format_stacks
     from paceline.transport import Address
 
     with naming("the address of the job"):
         address = Address.parse(target)
-    states, missing = collect_everywhere(JobPlace(address, options.find_token(token_file), tls.load()))
+    states, missing = collect_everywhere(JobAddress(address, options.find_token(token_file), tls.load()))
     typer.echo(f"job at {address.netloc}, {len(states)} processes\n")
     for line in format_stacks(states, is_full=is_full).split("\n"):
         typer.echo(printable(line, _MOST_CHARS))

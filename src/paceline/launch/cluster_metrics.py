@@ -75,17 +75,17 @@ class ClusterMetrics(Closing):
             observer=True,
             timeout_s=_TIMEOUT_S,
             scheduler_reconnect_s=_RECONNECT_S,
-            on_notice=self._take_notice,
+            on_notice=self._receive_notice,
         )
 
-    def _take_notice(self, notice: msgspec.Struct) -> None:
+    def _receive_notice(self, notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.View):
-            self._take(notice)
+            self._apply(notice)
         elif isinstance(notice, messages.Ended):
             self._closed.set()
 
-    def _take(self, view: messages.View) -> None:
-        """Count failovers and add events. Called in the thread of the link, and at the connection."""
+    def _apply(self, view: messages.View) -> None:
+        """Count failovers and add events. The client calls this method when it connects, and later in a thread."""
         with self._lock:
             before = self._view
             if before is not None and view.order <= before.order:

@@ -61,8 +61,8 @@ class Published(msgspec.Struct, frozen=True):
 _decode_published = reader(Published, "the metrics of a launcher")
 
 
-class JobPlace(NamedTuple):
-    """The store of a job's agents."""
+class JobAddress(NamedTuple):
+    """The address and the credentials of the store in which a job's agents meet."""
 
     address: Address
     token: str
@@ -78,14 +78,14 @@ class JobAgent(Closing):
     """Answers the requests for one launcher, in a thread, until it is closed. It connects again after failures."""
 
     def __init__(
-        self, place: JobPlace, folder: Path, *, collector: Collector | None = None, collects_all: bool = False
+        self, job: JobAddress, folder: Path, *, collector: Collector | None = None, collects_all: bool = False
     ) -> None:
         """Start the agent of the job in `folder`.
 
         The agent writes the metrics of `collector` to the store. With `collects_all`, it adds the metrics of the other
         launchers to `collector` instead.
         """
-        self._place, self._folder, self._collector = place, folder, collector
+        self._job, self._folder, self._collector = job, folder, collector
         self._collects_all = collects_all and collector is not None
         self._name = f"{socket.gethostname()}, process {os.getpid()}"
         self._closed = threading.Event()
@@ -107,7 +107,7 @@ class JobAgent(Closing):
             return
         store.close()  # ends the call that waits for a request
         self._thread.join(2 * _CONNECT_S)
-        with contextlib.suppress(PacelineError), contextlib.closing(self._place.connect(self._name)) as store:
+        with contextlib.suppress(PacelineError), contextlib.closing(self._job.connect(self._name)) as store:
             _change_names(store, _MEMBERS, lambda names: [name for name in names if name != self._name])
             until = time.monotonic() + _END_S
             self._exchange_metrics(store)
@@ -121,7 +121,7 @@ class JobAgent(Closing):
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            with contextlib.suppress(PacelineError), contextlib.closing(self._place.connect(self._name)) as store:
+            with contextlib.suppress(PacelineError), contextlib.closing(self._job.connect(self._name)) as store:
                 self._store = store
                 self._serve(store)
             self._store = None
@@ -161,22 +161,22 @@ class JobAgent(Closing):
                     self._collector.add_reports(values.reports)
 
 
-def wants_metrics(place: JobPlace) -> bool:
+def wants_metrics(job: JobAddress) -> bool:
     """Return whether a process collects the metrics of this job; False if its store does not answer."""
-    with contextlib.suppress(PacelineError), contextlib.closing(place.connect("paceline worker")) as store:
+    with contextlib.suppress(PacelineError), contextlib.closing(job.connect("paceline worker")) as store:
         return store.find(_WANTED) is not None
     return False
 
 
-def collect_everywhere(place: JobPlace) -> tuple[list[ProcessState], list[str]]:
+def collect_everywhere(job: JobAddress) -> tuple[list[ProcessState], list[str]]:
     """Return the states of the processes on all machines of a job, and the names of launchers that do not answer.
 
-    Raises PeerError if the job has no launchers, and the errors of :meth:`JobPlace.connect`.
+    Raises PeerError if the job has no launchers, and the errors of :meth:`JobAddress.connect`.
     """
-    with contextlib.closing(place.connect("paceline stacks")) as store:
+    with contextlib.closing(job.connect("paceline stacks")) as store:
         names = _names_of(store.find(_MEMBERS))
         if not names:
-            raise PeerError(f"{place.address.netloc}: no launcher of Paceline has joined this job. Start it again")
+            raise PeerError(f"{job.address.netloc}: no launcher of Paceline has joined this job. Start it again")
         number = _decode_number(store.update(_NUMBER, _next_number))
         store.set(_request(number), b"")
         keys = [_answer(number, name) for name in names]

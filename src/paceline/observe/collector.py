@@ -171,7 +171,7 @@ class Collector(Closing):
             self._add(report, age_s)
 
     def has_last_reports(self, *, of_all_machines: bool) -> bool:
-        """Return whether each known rank, or each rank of the run, has sent its last report, or no rank reports."""
+        """Return whether all known ranks have sent their last report; with `of_all_machines`, all ranks of the run."""
         with self._lock:
             reports = [report for report, _ in self._reports.values()]
         num_ranks = max((report.world_size for report in reports), default=0) if of_all_machines else len(reports)

@@ -26,7 +26,7 @@ SERIES: Final = ("examples_per_s", "loss", "staleness", "bytes_per_s", "memory_b
 
 
 class Rates:
-    """Rates of counters between two moments. Histograms count as their sum and number of values."""
+    """Rates of counters between two moments. The rate of a histogram is the rate of its sum."""
 
     def __init__(self, before: Samples, after: Samples, seconds: float) -> None:
         self._before, self._after, self._seconds = before, after, seconds
@@ -50,7 +50,7 @@ class Rates:
 
 
 def _difference(value: Value, before: Value | None) -> tuple[float, float]:
-    """Return the increase of the amount and of the number of values. A counter that started again counts from 0."""
+    """Return the increase of the amount, and of the number of values. A counter that has restarted counts from 0."""
     if isinstance(value, list):
         known = before if isinstance(before, list) and sum(before[1:]) <= sum(value[1:]) else [0.0] * len(value)
         return value[0] - known[0], sum(value[1:]) - sum(known[1:])

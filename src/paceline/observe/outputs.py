@@ -1,4 +1,4 @@
-"""Open the outputs for the metrics of a run, and the collector that feeds them."""
+"""Open the outputs for the metrics of a run, and start their collector."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def open_outputs(
     dashboard: str | None = None,
     report: Path | None = None,
 ) -> Iterator[Collector]:
-    """Collect metrics during the block for the given outputs, the options of the `command`.
+    """Collect metrics during the block, and write them to the given outputs. `command` is named in messages.
 
-    `metrics` and `dashboard` are places of an HTTP server, ``PORT`` or ``HOST:PORT``; equal places share one server.
+    `metrics` and `dashboard` are addresses of an HTTP server, ``PORT`` or ``HOST:PORT``; equal ones share one server.
     Raises UsageError for an output that is not available, and AddressError for a port in use.
     """
     with contextlib.ExitStack() as stack:

@@ -86,8 +86,8 @@ class RateMeter:
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
 
-class _Shown(Closing):
-    """A part of the work with a line. The terminal shows the line of the part that began last."""
+class _ProgressLine(Closing):
+    """The progress of some work, as one line. The terminal shows the line of the work that began last."""
 
     def __init__(self, console: Console | None, clock: Callable[[], float]) -> None:
         self._console = Console(stderr=True) if console is None else console
@@ -118,33 +118,33 @@ class _Shown(Closing):
         return [(3, format_duration(time_s - self._start_s))]
 
     def _show(self, **options: Any) -> None:
-        """Show the line from now on, above the earlier ones."""
+        """Show this line instead of the earlier ones, until :meth:`_hide`."""
         global _live
-        _shown.append(self)
+        _open_lines.append(self)
         if _live is None:
-            _live = Live(_Line(), console=self._console, **options)
+            _live = Live(_LiveLine(), console=self._console, **options)
             _live.start(refresh=True)
         else:
             _live.refresh()
 
     def _hide(self) -> None:
         global _live
-        if self in _shown:
-            if len(_shown) == 1 and _live is not None:
+        if self in _open_lines:
+            if len(_open_lines) == 1 and _live is not None:
                 _live.stop()
                 _live = None
-            _shown.remove(self)
+            _open_lines.remove(self)
 
     @property
     def _is_terminal(self) -> bool:
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
 
-_shown: list[_Shown] = []
+_open_lines: list[_ProgressLine] = []
 _live: Live | None = None
 
 
-class WorkProgress(_Shown):
+class WorkProgress(_ProgressLine):
     """The progress of some work of a command. Nothing is printed if standard error is not a terminal.
 
     Work that ends soon shows nothing, and the line disappears at the end.
@@ -194,7 +194,7 @@ class WorkProgress(_Shown):
 
     def show(self, title: str) -> None:
         """Begin the next unit of work, with this title."""
-        self._done += bool(self in _shown)
+        self._done += bool(self in _open_lines)
         self._title = title
         self._draw()
 
@@ -230,13 +230,13 @@ class WorkProgress(_Shown):
     def _draw(self) -> None:
         if not self._is_shown:
             return
-        if self not in _shown:
+        if self not in _open_lines:
             self._show(auto_refresh=self._in_background, transient=True, redirect_stdout=False, redirect_stderr=False)
         elif not self._in_background and _live is not None:
             _live.refresh()
 
 
-class TrainingProgress(_Shown):
+class TrainingProgress(_ProgressLine):
     """Shows snapshots of training during its ``with`` block. Thread-safe.
 
     On a terminal one line is redrawn in place, truncated to the width. Otherwise (a file, a pipe, a dumb terminal) a
@@ -318,11 +318,11 @@ class TrainingProgress(_Shown):
         return parts + self.remaining()
 
 
-class _Line:
+class _LiveLine:
     """The live line, fitted to the terminal's current width at each refresh."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        parts, fraction = _shown[-1].parts(), _shown[-1].fraction
+        parts, fraction = _open_lines[-1].parts(), _open_lines[-1].fraction
         width = options.max_width
         while len(parts) > 1 and _num_cells(parts) > width:
             parts.remove(max(parts))

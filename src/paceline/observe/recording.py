@@ -31,7 +31,7 @@ from paceline.observe.stuck.processes import flight_recorder
 MAX_REPORT_BYTES: Final = 1 << 17
 REPORT_EVERY_S: Final = 1.0
 _MAX_ARRIVALS: Final = 256
-"""The ranks compare at most this many iterations a second."""
+"""A report has the times of at most this many exchanges."""
 _MAX_LABELS: Final = 200
 """A metric has at most this many combinations of labels, so that a report fits into a datagram."""
 _MAX_LABEL_CHARS: Final = 100
@@ -124,7 +124,7 @@ class Recorder:
                 self._arrivals.append((self._num_arrivals, self._clock()))
 
     def add(self, name: str, amount: float, *labels: str) -> None:
-        """Add to a counter, whose label ``rank`` is left out here and in the following methods."""
+        """Add to a counter. As in the following methods, `labels` does not contain the rank."""
         with self._lock:
             if self._may_have(name, labels):
                 self._values.add(name, amount, *labels)

@@ -36,7 +36,7 @@ class Page:
     status: int = 200
 
 
-def parse_place(text: str, option: str) -> tuple[str, int]:
+def parse_listen_address(text: str, option: str) -> tuple[str, int]:
     """Return host and port of ``PORT`` or ``HOST:PORT``; the default host is loopback. Raises UsageError."""
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
@@ -48,9 +48,9 @@ class WebServer(Closing):
     """Serves pages by path, in threads, until it is closed."""
 
     def __init__(self, text: str, option: str) -> None:
-        """Bind the place ``text`` of an option. Raises UsageError for an invalid place, AddressError if in use."""
+        """Bind the address in `text`: ``PORT`` or ``HOST:PORT``. Raises UsageError, and AddressError for a port in use."""
         self.routes: dict[str, Callable[[WebRequest], Page]] = {}
-        host, port = parse_place(text, option)
+        host, port = parse_listen_address(text, option)
         handler = type("_RoutedHandler", (_PageHandler,), {"pages": self.routes})
         server_class = _ServerOverIPv6 if ":" in host else _QuietServer
         try:
@@ -70,7 +70,7 @@ class WebServer(Closing):
 
     @classmethod
     def start(cls, text: str, option: str) -> WebServer:
-        """Bind the place ``text`` of an option, and start the thread. Raises as the constructor."""
+        """Bind the address in `text`, and start the thread. Raises the errors of the constructor."""
         server = cls(text, option)
         server._thread.start()
         return server

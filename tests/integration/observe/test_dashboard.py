@@ -23,7 +23,7 @@ from paceline.observe.metrics import MetricValues
 from paceline.observe.outputs import open_outputs
 from paceline.observe.plots import PageTable, Plot, Series, page_bytes
 from paceline.observe.top import fetch_state, show_top
-from paceline.observe.web import Page, WebRequest, WebServer, parse_place
+from paceline.observe.web import Page, WebRequest, WebServer, parse_listen_address
 
 
 def get(address: str, method: str = "GET") -> tuple[int, str, dict[str, str]]:
@@ -101,7 +101,7 @@ def test_a_browser_that_leaves_prints_nothing(capsys: pytest.CaptureFixture[str]
             return Page(bytes(1 << 24), "text/plain")
 
         server.routes["/"] = answer
-        with socket.create_connection(parse_place(server.address.removeprefix("http://"), "")) as browser:
+        with socket.create_connection(parse_listen_address(server.address.removeprefix("http://"), "")) as browser:
             browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             browser.sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert asked.wait(20)

@@ -14,7 +14,7 @@ from tests.chrome_traces import check_chrome
 
 from paceline.errors import UsageError
 from paceline.observe.spans.files import write_timeline
-from paceline.observe.spans.operators import OperatorFile, OperatorSpan, written_operators
+from paceline.observe.spans.operators import OperatorFile, OperatorSpan, num_operator_bytes
 from paceline.observe.spans.timeline import ProcessEvents, make_tracks
 from paceline.observe.spans.window import StepSpans, StepWindow, parse_steps
 from paceline.observe.stuck.processes import WatchedProcess
@@ -240,9 +240,9 @@ def test_profiled_operators_have_their_own_tracks(tmp_path: Path) -> None:
     process = WatchedProcess("rank 0", 5, "", _MAIN)
     file = OperatorFile(tmp_path, process)
     file.write([OperatorSpan("thread 1", "aten::linear", 10, 20), OperatorSpan("thread 1", "aten::addmm", 11, 20)])
-    size = written_operators(tmp_path)
+    size = num_operator_bytes(tmp_path)
     file.write([OperatorSpan("thread 1", "aten::relu", 15, 30), OperatorSpan("thread 2", "aten::mm", 90, 95)])
-    assert written_operators(tmp_path) > size > 0
+    assert num_operator_bytes(tmp_path) > size > 0
     found = file.read(5, 50)
     assert [span.name for span in found] == ["aten::linear", "aten::addmm", "aten::relu"]
     tracks = list(make_tracks([ProcessEvents(process, [], {}, found)]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.errors import AddressError
 from paceline.launch.engines.engine import report
-from paceline.launch.job_agent import JobAgent, JobPlace
+from paceline.launch.job_agent import JobAddress, JobAgent
 from paceline.launch.run.plan import Layout
 from paceline.launch.run.setup import Setup, coordinator_address
 from paceline.meeting.network_store import StoreServer
@@ -42,5 +42,5 @@ def start_agent(
                 report(f"the stacks and metrics of other nodes are missing: {error}")
                 return
             stack.callback(server.close)
-    place = JobPlace(address, setup.token, setup.tls)
-    stack.enter_context(JobAgent(place, folder, collector=collector, collects_all=0 in layout.ranks))
+    job = JobAddress(address, setup.token, setup.tls)
+    stack.enter_context(JobAgent(job, folder, collector=collector, collects_all=0 in layout.ranks))

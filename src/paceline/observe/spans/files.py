@@ -16,7 +16,7 @@ import msgspec
 from paceline.output_files import replacing
 
 JOINABLE: Final = ".pftrace"
-"""The end of the name of a file that can be joined with files of other machines, as by ``cat``."""
+"""The suffix of files that can be joined with the files of other machines, for example by ``cat``."""
 _MOST_32: Final = 0x7FFF_FFFF
 _START: Final = {"start": "s", "step": "t", "end": "f"}
 _BEGIN, _END, _INSTANT, _COUNTER = 1, 2, 3, 4
@@ -24,7 +24,7 @@ _BEGIN, _END, _INSTANT, _COUNTER = 1, 2, 3, 4
 
 
 class FlowPoint(NamedTuple):
-    """A point of a flow's arrow: its start, a step or its end."""
+    """A point of an arrow between spans: its start, a step or its end."""
 
     flow: int
     place: str
@@ -50,7 +50,7 @@ class TimelineCounter(NamedTuple):
 
 
 class SpanTrack(NamedTuple):
-    """A row of a process in the timeline: spans, any two of which are nested or do not overlap, or a counter."""
+    """A row of a process in the timeline: a counter, or spans. Two spans are nested, or they do not overlap."""
 
     process: int
     """The position of the process in the timeline."""

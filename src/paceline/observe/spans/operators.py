@@ -51,6 +51,6 @@ class OperatorFile:
         return [span for span in spans if span.end_ns >= start_ns and not 0 < end_ns < span.start_ns]
 
 
-def written_operators(folder: Path) -> int:
-    """Return the number of bytes in the files of a job, from which a change is seen."""
+def num_operator_bytes(folder: Path) -> int:
+    """Return the size of all files of a job. A later profile increases it."""
     return sum(path.stat().st_size for path in folder.glob(f"*{_SUFFIX}"))

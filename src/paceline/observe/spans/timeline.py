@@ -20,7 +20,7 @@ from paceline.observe.spans.files import (
     number_of,
     write_timeline,
 )
-from paceline.observe.spans.operators import OperatorFile, OperatorSpan, written_operators
+from paceline.observe.spans.operators import OperatorFile, OperatorSpan, num_operator_bytes
 from paceline.observe.spans.window import StepWindow
 from paceline.observe.stuck.jobs import LaunchedJob
 from paceline.observe.stuck.processes import WatchedProcess, read_processes
@@ -82,7 +82,7 @@ class TimelineTask(Closing):
         """Write the timeline of a run that has ended, unless the file has everything already."""
         self._closed.set()
         self._thread.join()
-        if self._num_written != written_operators(self._folder):  # a profile of the script may end after the steps
+        if self._num_written != num_operator_bytes(self._folder):  # a profile of the script may end after the steps
             self._write()
 
     @override
@@ -99,7 +99,7 @@ class TimelineTask(Closing):
                 return
 
     def _write(self) -> None:
-        self._num_written = written_operators(self._folder)
+        self._num_written = num_operator_bytes(self._folder)
         start_ns, end_ns = self._window.bounds_ns
         steps = f"steps {self._steps.start} to {self._steps.stop - 1}"
         if not start_ns:

@@ -1,4 +1,4 @@
-"""The steps of a timeline: when they begin and end, and the steps and phases of each rank during this time."""
+"""Record the steps of a timeline: their start and end on this machine, and the phases of each rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_steps(text: str) -> range:
 
 
 class StepWindow(Closing):
-    """The time from the first rank's begin of the steps to the last rank's end. The processes share it in a file."""
+    """The time in which the ranks of this machine run the steps. The processes share it in a mapped file."""
 
     def __init__(self, folder: Path) -> None:
         """Open the file in the job's folder, which the launcher has created by :meth:`create`. Raises OSError."""

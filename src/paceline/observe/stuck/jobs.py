@@ -49,7 +49,7 @@ class LaunchedJob(Closing):
     def add(self, name: str, pid: int) -> None:
         """Add a process, which may not be able to write its stack yet."""
         with contextlib.suppress(OSError):  # the process works without its files
-            write_process(self.folder, WatchedProcess(name, pid, find_start(pid)), keeps=True)
+            write_process(self.folder, WatchedProcess(name, pid, find_start(pid)), keeps_existing=True)
 
     @override
     def close(self) -> None:
@@ -66,7 +66,7 @@ _open_jobs: list[LaunchedJob] = []
 def start_job(scheduler: str = "", *, cluster: Path | None = None) -> LaunchedJob | None:
     """Create the folder for the job that this process launches; return None if the disk is full or not writable.
 
-    It is a part of the folder `cluster`, if this is given, which its owner removes.
+    With `cluster`, it is a subfolder of this folder, whose owner removes both.
     """
     launcher = WatchedProcess("launcher", os.getpid(), find_start(os.getpid()))
     command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]) if sys.argv[0] else "python"

@@ -163,10 +163,10 @@ def read_processes(folder: Path) -> list[WatchedProcess]:
     return sorted(found, key=lambda process: (process.name.split()[0], process.rank or 0, process.name))
 
 
-def write_process(folder: Path, process: WatchedProcess, *, keeps: bool = False) -> None:
-    """Add a process to a job's folder. With `keeps`, keep the description that the process itself has written."""
+def write_process(folder: Path, process: WatchedProcess, *, keeps_existing: bool = False) -> None:
+    """Add a process to a job's folder. With `keeps_existing`, do not replace the description of the process itself."""
     path, content = process.path(folder, ".json"), msgspec.json.encode(process)
-    if keeps:
+    if keeps_existing:
         temporary = path.with_suffix(".added")
         temporary.write_bytes(content)
         with contextlib.suppress(FileExistsError):

@@ -114,7 +114,7 @@ class FlightRecorder:
         self._ranks_of_world: dict[str, tuple[int, ...]] = {}
 
     def number_ranks(self, world: str, ranks: tuple[int, ...]) -> None:
-        """Set the rank in the program of each rank of a world, for the groups of this world that are added later."""
+        """Set the program's rank of each rank of a world. This applies to the groups that are added later."""
         self._ranks_of_world[world] = ranks
 
     def add_group(self, name: str, ranks: tuple[int, ...], world: str = "") -> int:
@@ -133,10 +133,9 @@ class FlightRecorder:
         return number
 
     def begin(self, operation: bytes, sequence: int, count: int = -1, clock: int = -1, thread: int = 0) -> int:
-        """Record the start of an operation, and return a number for :meth:`end`. :meth:`RecordedOperation.encode`
-        returns `operation`.
+        """Record the start of an operation, and return its number for :meth:`end`.
 
-        The default of `thread` is the current thread.
+        `operation` is the result of :meth:`RecordedOperation.encode`. The default of `thread` is the current thread.
         """
         number = next(self._numbers)
         slot = number % self._num_slots

@@ -93,7 +93,7 @@ def _describe_operations(states: Sequence[ProcessState]) -> list[str]:
 
 
 def _activity(state: ProcessState) -> _Activity | None:
-    """Return the operation that runs longest, or the last operation; None if the process has made none."""
+    """Return the operation that runs longest, or else the last operation; None without operations."""
     time_ns = state.time_ns or time.time_ns()
     running = [event for event in state.events if event.end_ns == 0]
     if running:
@@ -168,7 +168,7 @@ def format_call(frame: StackFrame) -> str:
 
 
 def without_files(state: ProcessState) -> ProcessState:
-    """Return a state that another machine can show: it has the lines of files, and only the events that are shown."""
+    """Return a state for display on another machine: with lines of source code, and only with the displayed events."""
     threads = {
         thread: tuple(
             frame if _is_library(frame) else frame._replace(source=linecache.getline(frame.file, frame.line).strip())
