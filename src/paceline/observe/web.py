@@ -48,7 +48,7 @@ class WebServer(Closing):
     """Serves pages by path, in threads, until it is closed."""
 
     def __init__(self, text: str, option: str) -> None:
-        """Bind the address in `text`: ``PORT`` or ``HOST:PORT``. Raises UsageError, and AddressError for a port in use."""
+        """Bind the address in `text`, such as ``PORT``. Raises UsageError, and AddressError for a port in use."""
         self.routes: dict[str, Callable[[WebRequest], Page]] = {}
         host, port = parse_listen_address(text, option)
         handler = type("_RoutedHandler", (_PageHandler,), {"pages": self.routes})

@@ -70,13 +70,13 @@ class StepComparison:
         return next((record.staleness for record in self.records if record.staleness is not None), None)
 
     def reached(self, target: float) -> tuple[float, int] | None:
-        """Return the seconds and the examples until a rank has reached a loss; None without one."""
+        """Return the seconds and the examples until a rank has reached a loss; None if no rank has reached it."""
         steps = [record.reached(target) for record in self.records]
         first = min((step for step in steps if step is not None), default=None)
         return None if first is None else (self.records[0].ends_s[first - 1], first * self.batch_size)
 
     def losses(self) -> list[float]:
-        """Return the mean loss over the ranks of each step, without steps that have no loss."""
+        """Return the loss of each step, as the mean over the ranks. Steps without a loss are left out."""
         steps = [
             [loss for loss in same if loss is not None]
             for same in zip(*(record.losses for record in self.records), strict=False)
@@ -84,7 +84,7 @@ class StepComparison:
         return [statistics.fmean(losses) for losses in steps if len(losses) == len(self.records)]
 
     def loss_at(self, seconds: float = math.inf, examples: float = math.inf) -> float:
-        """Return the mean loss of the last tenth of the steps until a time or a number of examples; NaN without one."""
+        """Return the mean loss of the last tenth of the steps until a time or a number of examples; NaN without a loss."""
         losses = self.losses()
         count = sum(end_s <= seconds for end_s in self.records[0].ends_s[: len(losses)])
         count = int(min(count, examples // self.batch_size))

@@ -20,7 +20,6 @@ from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import (
     Scenario,
     StepPrediction,
-    StrategyCandidate,
     choose,
     describe_server_bound,
     find_changes,
@@ -64,7 +63,7 @@ def measure_scenario(options: ExplainOptions, show: Callable[[str], None]) -> tu
 
 
 def find_machine(shape: ClusterShape, *, again: bool = False) -> Machine:
-    """Return the stored costs of this machine, or measure them, which takes minutes. One rank has no messages."""
+    """Return the stored costs of this machine, or measure them, which takes minutes. A single rank has no costs."""
     if shape.num_ranks == 1:
         return Machine(num_cores=num_cores(), ranks_per_node=1, all_reduce=Curve(((1, 0.0),)), socket_s_per_byte=0.0)
     ranks = max(shape.ranks_per_node, 2)  # messages of one rank per node are measured between two ranks here
@@ -84,21 +83,12 @@ def profile_both(
     return profile, command.profile(1, num_cores())
 
 
-def candidate_as_json(candidate: StrategyCandidate) -> dict[str, Any]:
-    """Return the members that identify a line of the table."""
-    return {
-        "strategy": candidate.label,
-        "servers": candidate.servers,
-        "separate_servers": candidate.is_separate,
-    }
-
-
 def as_json(scenario: Scenario, predictions: Sequence[StepPrediction], measured: dict[str, float]) -> dict[str, Any]:
     """Return the object for ``--json``."""
     shape = scenario.shape
     lines = [
         {
-            **candidate_as_json(prediction.candidate),
+            **prediction.candidate.as_json(),
             "same_result": prediction.candidate.is_exact,
             "step_s": prediction.step_s,
             "examples_per_s": prediction.examples_per_s,
@@ -114,7 +104,7 @@ def as_json(scenario: Scenario, predictions: Sequence[StepPrediction], measured:
         "ranks_per_node": shape.ranks_per_node,
         "link": None if shape.link is None else asdict(shape.link),
         "strategies": lines,
-        "choice": candidate_as_json(choose(predictions).candidate),
+        "choice": choose(predictions).candidate.as_json(),
         "changes": find_changes(scenario),
     }
 

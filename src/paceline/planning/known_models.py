@@ -91,7 +91,7 @@ def find_model(name: str) -> ModelProfile:
 def varied(step_s: float, variation: float) -> tuple[float, ...]:
     """Return equidistant quantiles of a lognormal distribution with this mean and this coefficient of variation.
 
-    The distribution's tail ends at the last quantile, so waiting is too short for far more ranks than quantiles.
+    The tail ends at the last quantile. So the waiting is too short if there are far more ranks than quantiles.
     """
     if not variation:
         return (step_s,)
@@ -104,7 +104,7 @@ def with_stragglers(profile: ModelProfile, share: float, slowdown: float) -> Mod
     """Return a profile in which a share of the steps takes `slowdown` times as long as the other steps."""
     steps_s, count = profile.steps_s, round(share * _QUANTILES)
     repeated = [steps_s[number * len(steps_s) // _QUANTILES] for number in range(_QUANTILES)]
-    stride = _QUANTILES // count if count else 0  # so that short and long steps are stragglers alike
+    stride = _QUANTILES // count if count else 0  # short and long steps become stragglers
     slow = {stride * number for number in range(count)}
     mixed = tuple(step_s * slowdown if number in slow else step_s for number, step_s in enumerate(repeated))
     return replace(profile.scaled(1 + share * (slowdown - 1)), steps_s=mixed) if count else profile

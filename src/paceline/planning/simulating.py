@@ -123,9 +123,7 @@ def simulation_as_json(found: dict[int, SimulatedNodes]) -> list[dict[str, Any]]
     return [
         {
             "nodes": nodes,
-            "strategy": prediction.candidate.label,
-            "servers": prediction.candidate.servers,
-            "separate_servers": prediction.candidate.is_separate,
+            **prediction.candidate.as_json(),
             "step_s": prediction.step_s,
             "examples_per_s": prediction.examples_per_s,
             "efficiency": simulated.efficiency(prediction),
@@ -143,7 +141,7 @@ def _curves(found: dict[int, SimulatedNodes]) -> Iterator[tuple[StrategyCandidat
         yield column[0].candidate, shares
 
 
-def _place(candidate: StrategyCandidate) -> str:
+def _describe_place(candidate: StrategyCandidate) -> str:
     return "" if not candidate.servers else "separate" if candidate.is_separate else "on nodes"
 
 
@@ -176,7 +174,7 @@ def show_simulation(console: Console, found: dict[int, SimulatedNodes], options:
     for candidate, shares in curves:
         numbers = (f"{shares[number]:.0%}" for number in chosen)
         bars = draw_bars([min(share, 1.0) for share in shares], 0.0, 1.0) if len(shares) > 1 else ""
-        table.add_row(candidate.label, _place(candidate), *numbers, bars)
+        table.add_row(candidate.label, _describe_place(candidate), *numbers, bars)
     console.print(f"efficiency of {describe_simulation(options)}\n")
     console.print(table)
     for sentence in _describe(found, options):
@@ -186,7 +184,7 @@ def show_simulation(console: Console, found: dict[int, SimulatedNodes], options:
 def page_of(found: dict[int, SimulatedNodes], options: SimulateOptions) -> list[Plot | PageTable]:
     """Return the sections of the report: the curves of efficiency and of speed, and their numbers."""
     nodes, curves = list(found), list(_curves(found))
-    names = [f"{candidate.label} {_place(candidate)}".strip() for candidate, _ in curves]
+    names = [f"{candidate.label} {_describe_place(candidate)}".strip() for candidate, _ in curves]
     labels = list(dict.fromkeys(candidate.label for candidate, _ in curves))
     speeds = [
         [line.examples_per_s for line in column]
