@@ -97,7 +97,7 @@ def test_explain(commands: Commands) -> None:
     assert lines[0].split()[:3] == ["strategy", "servers", "step"]
     labels = {line.split()[0] for line in lines[1:] if line}
     assert {"one-device", "all-reduce", "parameter-server:sequential", "parameter-server:eventual*"} <= labels
-    assert any(line.startswith("fastest with the result of one device: ") for line in lines)
+    assert any(line.startswith("fastest strategy with the result of one device: ") for line in lines)
     assert any("Embedding '0': a step uses 7.00% of the rows" in line for line in lines)
     assert "an epoch has ended" not in finished.out
     assert not (commands.folder / "checkpoint").exists()
@@ -179,7 +179,7 @@ def test_automatic_strategy(commands: Commands) -> None:
     finished = commands.succeed("run", "--strategy", "auto", "--nproc-per-node", str(RANKS), "train.py", "30")
     assert "the script has ended" in finished.out
     reason = next(line for line in finished.err.splitlines() if line.startswith("paceline run: fastest"))
-    assert not reason.startswith("paceline run: fastest with the result of one device: parameter-server")
+    assert not reason.startswith("paceline run: fastest strategy with the result of one device: parameter-server")
     assert (commands.folder / "checkpoint").exists()
 
 

@@ -120,7 +120,7 @@ def simulate(options: SimulateOptions) -> None:
 
 
 def choose(options: RunOptions) -> RunOptions:
-    """Return the options of ``paceline run --strategy auto`` with a strategy, and print the reason of the choice."""
+    """Return the options of ``paceline run --strategy auto`` with a strategy, and print the reason."""
     from paceline.observe.work import start_work
     from paceline.planning.explaining import choose_options
 

@@ -59,9 +59,9 @@ METRICS: Final = _define(
         "paceline_wait_seconds_total",
         "counter",
         ("rank", "for_rank"),
-        "Time by which the rank was ready for an exchange of gradients earlier than the last rank, for_rank. Measured "
-        "under all-reduce, hybrid and parameter-server:sequential if all ranks are on one machine, for at most "
-        "256 exchanges a second.",
+        "Time that the rank waits for the rank for_rank, which is the last one to be ready for an exchange of "
+        "gradients. Measured under all-reduce, hybrid and parameter-server:sequential if all ranks are on one machine, "
+        "for at most 256 exchanges a second.",
     ),
     Metric(
         "paceline_collective_seconds",

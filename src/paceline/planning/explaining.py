@@ -148,7 +148,7 @@ def show_explanation(
         console.print("* applies stale or rounded gradients: more examples per second may still learn more slowly")
     best = choose(predictions)
     console.print(f"\n{explain_choice(best, predictions)}")
-    console.print(f"its bottleneck: {best.bottleneck}; it needs {_REMEDIES[best.bottleneck]}")
+    console.print(f"bottleneck: {best.bottleneck}; remedy: {_REMEDIES[best.bottleneck]}")
     for sentence in find_changes(scenario):
         console.print(sentence)
     noise = describe_noise(scenario.profile.steps_s) or describe_noise(scenario.alone.steps_s)
@@ -159,11 +159,9 @@ def show_explanation(
 
 def explain_choice(best: StepPrediction, predictions: Sequence[StepPrediction]) -> str:
     """Return the reason for a choice in one line."""
-    next_best = [found for found in predictions if found.candidate.is_choosable and found is not best]
-    text = f"fastest with the result of one device: {best.candidate.description}, {best.examples_per_s:,.0f} examples/s"
-    if next_best:
-        text += f"; next: {next_best[0].candidate.description}, {next_best[0].examples_per_s:,.0f} examples/s"
-    return text
+    choosable = [best, *(found for found in predictions if found.candidate.is_choosable and found is not best)]
+    texts = [f"{found.candidate.description}, {found.examples_per_s:,.0f} examples/s" for found in choosable[:2]]
+    return f"fastest strategy with the result of one device: {'; next: '.join(texts)}"
 
 
 def _describe_embedding(scenario: Scenario) -> str | None:

@@ -225,6 +225,6 @@ def _describe_best(nodes: int, predictions: Sequence[StepPrediction]) -> str:
     suitable = [line for line in predictions if line.candidate.is_exact]
     best = max(suitable, key=lambda prediction: prediction.examples_per_s)
     return (
-        f"fastest with the result of one device on {nodes:,} nodes: {best.candidate.description}, "
-        f"{best.examples_per_s:,.0f} examples/s; its bottleneck: {best.bottleneck}"
+        f"fastest strategy with the result of one device, on {nodes:,} nodes: {best.candidate.description}, "
+        f"{best.examples_per_s:,.0f} examples/s; bottleneck: {best.bottleneck}"
     )
