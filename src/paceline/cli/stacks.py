@@ -25,8 +25,8 @@ def stacks(
         str | None,
         typer.Argument(
             metavar="[PID|HOST:PORT]",
-            help="A process of the job, or an address: of its scheduler, of its coordinator, or of node 0 with the "
-            "port after --master-port. Default: all your jobs on this machine.",
+            help="Id of a process of the job, or address of its scheduler or coordinator. A job without both has the "
+            "address of node 0 with the port after --master-port. Default: all your jobs on this machine.",
             show_default=False,
         ),
     ] = None,
@@ -68,7 +68,7 @@ def stacks(
     if flight_recorder is not None:
         check_directory(flight_recorder)
         if len(jobs) > 1:
-            raise typer.BadParameter("several jobs run. Pass the id of a process too", param_hint="--flight-recorder")
+            raise UsageError(f"--flight-recorder {flight_recorder}: several jobs run. Pass the id of a process too")
     for number, job in enumerate(jobs):
         states = collect(job.folders)
         command = job.info.command

@@ -146,8 +146,7 @@ def make_tracks(processes: Sequence[ProcessEvents], *, may_be_joined: bool = Fal
         for (title, thread), events in sorted(tracks.items()):
             is_main = thread == found.process.main_thread
             title = title or ("main thread" if is_main else _name_thread(events, found.groups))
-            for lane, spans in enumerate(_lanes([_span(event, found, until_ns, flows) for event in events])):
-                yield SpanTrack(number, name, f"{title} ({lane + 1})" if lane else title, spans, pid=pid)
+            yield from _tracks(number, found, title, [_span(event, found, until_ns, flows) for event in events])
         if not tracks:
             yield SpanTrack(number, name, "main thread", pid=pid)
         yield from _operator_tracks(number, found)
@@ -196,6 +195,13 @@ def _flows(processes: Sequence[ProcessEvents], *, may_be_joined: bool) -> dict[t
     return {key: number_of(repr(key)) for key in chosen}
 
 
+def _tracks(number: int, found: ProcessEvents, title: str, spans: Sequence[TimelineSpan]) -> Iterator[SpanTrack]:
+    """Yield as many tracks as are needed for spans that overlap without being nested."""
+    for lane, part in enumerate(_lanes(spans)):
+        name = f"{title} ({lane + 1})" if lane else title
+        yield SpanTrack(number, found.process.name, name, part, pid=found.process.pid)
+
+
 def _lanes(spans: Sequence[TimelineSpan]) -> list[list[TimelineSpan]]:
     """Divide spans into lanes. Any two spans of a lane are nested or do not overlap."""
     lanes: list[list[TimelineSpan]] = []
@@ -224,9 +230,7 @@ def _operator_tracks(number: int, found: ProcessEvents) -> Iterator[SpanTrack]:
         span = TimelineSpan(operator.name, operator.start_ns, max(operator.end_ns, operator.start_ns + 1), "")
         tracks.setdefault(operator.track, []).append(span)
     for title, operators in sorted(tracks.items()):
-        for lane, spans in enumerate(_lanes(operators)):
-            shown = f"{title} ({lane + 1})" if lane else title
-            yield SpanTrack(number, found.process.name, shown, spans, pid=found.process.pid)
+        yield from _tracks(number, found, title, operators)
 
 
 def _counters(number: int, found: ProcessEvents) -> Iterator[SpanTrack]:
