@@ -37,11 +37,11 @@ from prediction_runs import (  # type: ignore[import-not-found]
 )
 
 from paceline.environment import num_cores
+from paceline.planning.comparing import StepComparison
 from paceline.planning.explaining import find_machine
 from paceline.planning.links import Machine, NodeLink, parse_link
-from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import Scenario, parse_candidate, predict_step
-from paceline.planning.scripts import measured_examples_per_s, measured_step_s
+from paceline.planning.steps import ClusterShape
 from paceline.strategies.profile import ModelProfile
 
 STRATEGIES = (
@@ -147,14 +147,15 @@ def measure_strategy(place: Place, model: str, scenario: Scenario, name: str) ->
             steps = min(max(int(MOST_S / prediction.step_s), LEAST_STEPS), STEPS)
         is_paused = place.link is not None
         records = undisturbed(lambda: record(model, candidate, hosts, steps, threads=threads, is_paused=is_paused))
+    comparison = StepComparison(prediction=prediction, records=tuple(records))
     return Line(
         place=place.name,
         model=model,
         strategy=name,
         predicted_s=prediction.step_s,
-        measured_s=measured_step_s(records),
+        measured_s=comparison.step_s,
         predicted_per_s=prediction.examples_per_s,
-        measured_per_s=measured_examples_per_s(records) / (ranks if name == "pipeline" else 1),
+        measured_per_s=comparison.examples_per_s,
     )
 
 

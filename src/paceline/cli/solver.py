@@ -99,9 +99,7 @@ def write_plot(file: Path, passes: Sequence[BlockPass]) -> None:
     from paceline.observe.plots import Plot, Series, page_bytes, write_page
 
     least = min(block_pass.objective for block_pass in passes)
-    distances = {
-        block_pass.number: (block_pass.objective - least) / max(abs(least), 1e-300) for block_pass in passes
-    }
+    distances = {block_pass.number: (block_pass.objective - least) / max(abs(least), 1e-300) for block_pass in passes}
     logarithms = {number: math.log10(distance) for number, distance in distances.items() if distance > 0}
     active = {block_pass.number: block_pass.active for block_pass in passes}
 

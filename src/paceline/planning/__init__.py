@@ -1,5 +1,5 @@
 """Predict the step of a script under each strategy, explain the prediction, and compare it with measurements.
 
-The modules :mod:`.clock`, :mod:`.formulas`, :mod:`.links`, :mod:`.plays`, :mod:`.predictions` and :mod:`.waiting` are
-pure. The other modules measure the machine and run scripts.
+The modules :mod:`.clock`, :mod:`.links`, :mod:`.steps`, :mod:`.predictions` and :mod:`.waiting` are pure. The other
+modules measure the machine and run scripts.
 """

@@ -22,9 +22,9 @@ from paceline.environment import num_cores
 from paceline.observe.work import start_work
 from paceline.output_files import USER_FOLDER, replacing
 from paceline.planning.links import Curve, Machine, StrategyCost
-from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import FILTER, Scenario, StrategyCandidate, predict_step
 from paceline.planning.scripts import MeasuredCommand, measured_step_s
+from paceline.planning.steps import ClusterShape
 from paceline.protocol.buckets import ALL
 from paceline.strategies.profile import ModelProfile
 from paceline.tables.dense_part import DensePart

@@ -1,7 +1,7 @@
-"""Play the tasks of a step on a virtual clock. Tasks share resources: processor cores, and the ports of a network.
+"""Simulate the tasks of a step on a virtual clock. Tasks share processor cores and network ports. Pure.
 
-A task has the duration that it takes alone, and loads: the fractions of resources that it uses during this time. If the
-loads of the running tasks on a resource add up to more than 1, these tasks become slower by this factor. Pure.
+A task has a duration, which is its time without other tasks, and loads: the fractions of resources that it uses. If the
+loads of the running tasks on a resource add up to more than 1, these tasks become slower by this factor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROUNDING: Final = 1e-12
 
 
 class Task(NamedTuple):
-    """A part of a step. It begins when the tasks with the numbers `after` have ended."""
+    """A part of a step. It begins when the tasks with the numbers in `after` have ended."""
 
     kind: Kind
     seconds: float
@@ -28,16 +28,17 @@ class Task(NamedTuple):
     after: tuple[int, ...]
 
 
-class PlayedTask(NamedTuple):
-    """The times of a task on the clock, in seconds, and the number of the task whose end it waited for (or -1)."""
+class TaskTimes(NamedTuple):
+    """The start and the end of a task on the clock, in seconds."""
 
     begin_s: float
     end_s: float
     cause: int
+    """The number of the last task that this task waited for; -1 if it waited for none."""
 
 
 class TaskList:
-    """The tasks of a step, in an order in which each task follows the tasks that it waits for."""
+    """The tasks of a step. A task has a larger number than the tasks that it waits for."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -48,14 +49,14 @@ class TaskList:
         return len(self.tasks) - 1
 
 
-def play(tasks: Sequence[Task]) -> list[PlayedTask]:
+def simulate_tasks(tasks: Sequence[Task]) -> list[TaskTimes]:
     """Return the times of all tasks. A task may only wait for tasks with a smaller number."""
     followers = defaultdict[int, list[int]](list)
     num_missing = [len(task.after) for task in tasks]
     for number, task in enumerate(tasks):
         for before in task.after:
             followers[before].append(number)
-    played: list[PlayedTask] = [PlayedTask(0.0, 0.0, -1)] * len(tasks)
+    times: list[TaskTimes] = [TaskTimes(0.0, 0.0, -1)] * len(tasks)
     begins, left = [0.0] * len(tasks), [task.seconds for task in tasks]
     causes = [-1] * len(tasks)
     ready, running, time_s = [n for n, count in enumerate(num_missing) if not count], dict[int, None](), 0.0
@@ -72,13 +73,13 @@ def play(tasks: Sequence[Task]) -> list[PlayedTask]:
             if left[number] > _ROUNDING:
                 continue
             del running[number]
-            played[number] = PlayedTask(begins[number], time_s, causes[number])
+            times[number] = TaskTimes(begins[number], time_s, causes[number])
             for follower in followers[number]:
                 num_missing[follower] -= 1
                 if not num_missing[follower]:
                     causes[follower] = number
                     ready.append(follower)
-    return played
+    return times
 
 
 def _speeds(tasks: Sequence[Task], running: Mapping[int, None]) -> dict[int, float]:
@@ -90,16 +91,17 @@ def _speeds(tasks: Sequence[Task], running: Mapping[int, None]) -> dict[int, flo
     return {number: 1.0 / max((1.0, *(total[resource] for resource in tasks[number].loads))) for number in running}
 
 
-def critical_path(tasks: Sequence[Task], played: Sequence[PlayedTask], last: int, begin_s: float) -> dict[Kind, float]:
-    """Return the seconds by kind on the path of causes that ends with task `last`, from the time `begin_s` on.
+def critical_path(tasks: Sequence[Task], times: Sequence[TaskTimes], last: int, begin_s: float) -> dict[Kind, float]:
+    """Return the seconds by kind on the critical path from the time `begin_s` to the end of task `last`.
 
-    The time by which a computation is slower than alone counts as ``communication CPU``, which uses its processor.
+    The path goes from each task to its cause. If other tasks slow down a computation, the additional time counts as
+    ``communication CPU``.
     """
     parts: dict[Kind, float] = {}
     kind: Kind
     number = last
     while number >= 0:
-        begin, end, cause = played[number]
+        begin, end, cause = times[number]
         if end <= begin_s:
             break
         duration = end - max(begin, begin_s)

@@ -18,9 +18,9 @@ from paceline.observe.table import draw_bars, format_bytes, format_count
 from paceline.planning.calibration import key_of, load_results, store_results
 from paceline.planning.explaining import find_machine, profile_both
 from paceline.planning.options import CompareOptions
-from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import Scenario, StepPrediction, parse_candidate, predict_step
-from paceline.planning.scripts import check_options, measured_examples_per_s, measured_step_s
+from paceline.planning.scripts import check_options, measured_step_s
+from paceline.planning.steps import ClusterShape
 from paceline.strategies.profile import StepRecord
 
 _CURVE_CELLS: Final = 12
@@ -44,8 +44,8 @@ class StepComparison:
     @property
     def examples_per_s(self) -> float:
         """The measured examples per second of all ranks together."""
-        total = measured_examples_per_s(self.records)
-        return total / len(self.records) if self.prediction.candidate.strategy == "pipeline" else total
+        speeds = [record.batch_size / measured_step_s([record]) for record in self.records]
+        return self._add_batches(speeds)
 
     @property
     def error(self) -> float:
@@ -54,9 +54,12 @@ class StepComparison:
 
     @property
     def batch_size(self) -> int:
-        """Examples per step of all ranks together. A pipeline's ranks read the same batch."""
-        sizes = [record.batch_size for record in self.records]
-        return sizes[0] if self.prediction.candidate.strategy == "pipeline" else sum(sizes)
+        """Examples per step of all ranks together."""
+        return round(self._add_batches([record.batch_size for record in self.records]))
+
+    def _add_batches(self, values: Sequence[float]) -> float:
+        """Return the sum of the ranks' values, or their mean for a pipeline, whose ranks read the same batch."""
+        return statistics.fmean(values) if self.prediction.candidate.strategy == "pipeline" else sum(values)
 
     @property
     def step_bytes(self) -> float | None:
@@ -84,7 +87,10 @@ class StepComparison:
         return [statistics.fmean(losses) for losses in steps if len(losses) == len(self.records)]
 
     def loss_at(self, seconds: float = math.inf, examples: float = math.inf) -> float:
-        """Return the mean loss of the last tenth of the steps until a time or a number of examples; NaN without a loss."""
+        """Return the loss after a time or a number of examples: the mean of the last tenth of the steps until then.
+
+        NaN if these steps have no loss.
+        """
         losses = self.losses()
         count = sum(end_s <= seconds for end_s in self.records[0].ends_s[: len(losses)])
         count = int(min(count, examples // self.batch_size))

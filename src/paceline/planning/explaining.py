@@ -16,7 +16,6 @@ from paceline.observe.table import format_bytes
 from paceline.planning.calibration import key_of, load_machine, load_results, measure_machine, time_filter
 from paceline.planning.links import Curve, Machine, parse_link
 from paceline.planning.options import ExplainOptions
-from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import (
     Scenario,
     StepPrediction,
@@ -26,6 +25,7 @@ from paceline.planning.predictions import (
     predict_all,
 )
 from paceline.planning.scripts import MeasuredCommand, check_options
+from paceline.planning.steps import ClusterShape
 from paceline.planning.waiting import describe_noise
 from paceline.strategies.profile import ModelProfile
 

@@ -1,4 +1,8 @@
-"""Describe the machines and their network, and predict the time of collectives between them. Pure."""
+"""Describe the machines and their network, and predict the time of collectives between them. Pure.
+
+Sources of the formulas: Patarasuk and Yuan 2009 for the ring; Jiang et al., "A Unified Architecture for Accelerating
+Distributed DNN Training in Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020, for the optimum with servers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ from typing import Final
 
 from paceline.collectives.schedules import ALGORITHMS, LinkCost, predict
 from paceline.errors import UsageError
-from paceline.planning.formulas import ring_s
 
 _SPEED: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(?:bit|bps)(?:/s)?", re.IGNORECASE)
 _LATENCY: Final = re.compile(r"(\d+(?:\.\d+)?) ?(us|µs|ms|s)")
@@ -20,8 +23,8 @@ PAYLOAD: Final = 0.94
 """The share of TCP's data in a link's traffic: 1,448 of the 1,538 bytes of a packet on Ethernet."""
 _MOST_BITS_PER_S: Final = 1e14
 _MOST_LATENCY_S: Final = 10.0
-_MOST_PLAYED: Final = 8
-"""Schedules of more nodes are not played, because that would take minutes. Closed formulas give the same time."""
+_MOST_EVALUATED: Final = 8
+"""Schedules of more nodes are not evaluated, because that would take minutes. Closed formulas give the same time."""
 _PIECES: Final = 16
 _LEAST_RATIO: Final = 1e-3
 
@@ -121,26 +124,40 @@ class Machine:
         return self.costs.get(name, StrategyCost())
 
 
+def ring_s(num_bytes: float, workers: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """Return the seconds of an all-reduce by the ring: 2 (n - 1) (α + M / (n B))."""
+    return 2 * (workers - 1) * (latency_s + num_bytes / (workers * bytes_per_s))
+
+
+def byteps_optimum_s(num_bytes: float, workers: int, servers: int, bytes_per_s: float) -> float:
+    """Return the shortest time with k separate servers and a server on each worker's machine, for k up to n.
+
+    It is 2n (n - 1) M / ((n² + kn - 2k) B).
+    """
+    denominator = workers * workers + servers * workers - 2 * servers
+    return 2 * workers * (workers - 1) * num_bytes / (denominator * bytes_per_s)
+
+
 def all_reduce_s(num_bytes: float, nodes: int, link: NodeLink) -> float:
     """Return the time of the fastest all-reduce between nodes, without the part inside of the nodes.
 
-    Up to 8 nodes, the evaluator of ``paceline.collectives`` plays all schedules. Several ranks of a node reduce inside
-    of the node first, so that each node sends and receives as one rank.
+    Up to 8 nodes, the evaluator of ``paceline.collectives`` predicts all schedules. The ranks of a node reduce inside of
+    the node first, so that each node sends and receives as one rank.
     """
     if nodes == 1:
         return 0.0
-    if nodes > _MOST_PLAYED or not link.latency_s:
+    if nodes > _MOST_EVALUATED or not link.latency_s:
         return _closed_all_reduce_s(num_bytes, nodes, link)
-    # Times depend on the ratio of bandwidth time and latency only, so a few played ratios serve all links and sizes.
+    # Times depend on the ratio of bandwidth time and latency only, so a few evaluated ratios serve all links and sizes.
     ratio = num_bytes / (link.bytes_per_s * link.latency_s)
     exponent = math.floor(math.log2(max(ratio, _LEAST_RATIO)))
-    low, high = (_played_latencies(nodes, power) for power in (exponent, exponent + 1))
+    low, high = (_evaluate(nodes, power) for power in (exponent, exponent + 1))
     share = max(ratio / 2.0**exponent - 1, 0.0)
     return link.latency_s * (low + (high - low) * share)
 
 
 @functools.cache
-def _played_latencies(nodes: int, exponent: int) -> float:
+def _evaluate(nodes: int, exponent: int) -> float:
     """Return the time of the fastest all-reduce in latencies, for data whose transfer takes 2^exponent latencies."""
     num_bytes, times = 1 << 30, list[float]()
     cost = LinkCost(1.0, 2.0**exponent / num_bytes)

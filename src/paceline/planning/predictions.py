@@ -7,22 +7,21 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from paceline.errors import UsageError
 from paceline.filters import Quantize
 from paceline.planning.clock import Kind
-from paceline.planning.formulas import byteps_optimum_s
-from paceline.planning.links import Machine, format_speed
-from paceline.planning.plays import (
+from paceline.planning.links import Machine, byteps_optimum_s, format_speed
+from paceline.planning.steps import (
     ClusterShape,
     ServerGroup,
-    play_all_reduce,
-    play_hybrid,
-    play_one_device,
-    play_pipeline,
-    play_servers,
-    play_sharded,
+    simulate_all_reduce,
+    simulate_hybrid,
+    simulate_one_device,
+    simulate_pipeline,
+    simulate_servers,
+    simulate_sharded,
     units_of,
 )
 from paceline.planning.waiting import barrier_s
@@ -96,6 +95,10 @@ class StrategyCandidate:
         """
         return self.is_exact and self.strategy != "pipeline" and not self.needs_more_nodes
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields of ``--json`` that identify the candidate."""
+        return {"strategy": self.label, "servers": self.servers, "separate_servers": self.is_separate}
+
     def words(self) -> list[str]:
         """Return the options of ``paceline run`` that select this candidate."""
         words = ["--strategy", self.strategy]
@@ -150,7 +153,7 @@ class StepPrediction:
 
     @property
     def bottleneck(self) -> Kind:
-        """The kind that takes most of the step. Computing is the bottleneck only if it takes more than half."""
+        """The kind that takes most of the step. Computing is the bottleneck only if it takes at least half."""
         longest = {kind: seconds for kind, seconds in self.parts.items() if kind != "compute"}
         if self.parts.get("compute", 0.0) * 2 >= self.step_s or not longest:
             return "compute"
@@ -159,7 +162,7 @@ class StepPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything that a prediction depends on."""
+    """The input of a prediction: the profiles of a script, the machine and the cluster."""
 
     profile: ModelProfile
     """Measured with the number of processes that a node has ranks."""
@@ -180,14 +183,9 @@ class Scenario:
 
 
 def _stretched(profile: ModelProfile, factor: float) -> ModelProfile:
-    layers = tuple(
-        replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
-        for layer in profile.layers
-    )
-    more_s = (factor - 1) * sum(layer.forward_s + layer.backward_s for layer in profile.layers)
-    steps_s = tuple(max(step_s + more_s, 1e-9) for step_s in profile.steps_s)
-    batch_size = max(round(profile.batch_size * factor), 1)
-    return replace(profile, layers=layers, steps_s=steps_s, batch_size=batch_size)
+    stretched = profile.with_scaled_layers(factor)
+    steps_s = tuple(max(step_s + stretched.compute_s - profile.compute_s, 1e-9) for step_s in profile.steps_s)
+    return replace(stretched, steps_s=steps_s, batch_size=max(round(profile.batch_size * factor), 1))
 
 
 def candidates(scenario: Scenario) -> Iterator[StrategyCandidate]:
@@ -234,32 +232,32 @@ def predict_step(scenario: Scenario, candidate: StrategyCandidate) -> StepPredic
     match candidate.strategy:
         case "one-device":
             profile, replicas = scenario.alone, 1
-            played = play_one_device(profile, ClusterShape(), machine)
+            simulated = simulate_one_device(profile, ClusterShape(), machine)
         case "all-reduce":
-            played = play_all_reduce(profile, shape, machine)
+            simulated = simulate_all_reduce(profile, shape, machine)
         case "parameter-server":
-            played = play_servers(profile, shape, machine, servers)
+            simulated = simulate_servers(profile, shape, machine, servers)
         case "hybrid":
-            played = play_hybrid(profile, shape, machine, replace(servers, is_synchronous=candidate.is_exact))
+            simulated = simulate_hybrid(profile, shape, machine, replace(servers, is_synchronous=candidate.is_exact))
         case "sharded":
-            played = play_sharded(profile, shape, machine)
+            simulated = simulate_sharded(profile, shape, machine)
         case "pipeline":
             if len(profile.layers) < shape.num_ranks:
                 raise UsageError(
                     f"pipeline: {len(profile.layers)} layers for {shape.num_ranks} stages. Lower --nproc-per-node"
                 )
-            played = play_pipeline(profile, shape, machine)
+            simulated = simulate_pipeline(profile, shape, machine)
         case other:
             raise AssertionError(other)
     is_divided = candidate.strategy == "pipeline"
     waiting_s = _waiting_s(profile, 1 if is_divided else replicas, candidate.tau)
-    step_s = played.step_s + waiting_s
+    step_s = simulated.step_s + waiting_s
     return StepPrediction(
         candidate=candidate,
         step_s=step_s,
         examples_per_s=profile.batch_size * (1 if is_divided else replicas) / step_s,
         memory_bytes=_memory_bytes(candidate, profile, shape.num_ranks),
-        parts={**played.parts, "slow ranks": waiting_s},
+        parts={**simulated.parts, "slow ranks": waiting_s},
     )
 
 
@@ -306,7 +304,7 @@ def predict_all(scenario: Scenario) -> list[StepPrediction]:
 
 
 def choose(predictions: Sequence[StepPrediction]) -> StepPrediction:
-    """Return the fastest prediction among those that may be chosen automatically."""
+    """Return the fastest prediction whose candidate may be chosen automatically."""
     suitable = [prediction for prediction in predictions if prediction.candidate.is_choosable]
     return max(suitable, key=lambda prediction: prediction.examples_per_s)
 

@@ -239,8 +239,3 @@ def mean_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
 def measured_step_s(records: Sequence[StepRecord]) -> float:
     """Return the mean seconds of a step over all ranks, without outliers."""
     return statistics.fmean(statistics.fmean(without_outliers(record.steps_s)) for record in records)
-
-
-def measured_examples_per_s(records: Sequence[StepRecord]) -> float:
-    """Return the examples per second of all ranks together. A pipeline's ranks read the same batch."""
-    return sum(record.batch_size / statistics.fmean(without_outliers(record.steps_s)) for record in records)

@@ -19,7 +19,6 @@ from paceline.planning.faults import MachineFaults
 from paceline.planning.known_models import find_model, varied, with_stragglers
 from paceline.planning.links import Curve, Machine, parse_link
 from paceline.planning.options import SimulateOptions
-from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import (
     Scenario,
     StepPrediction,
@@ -28,6 +27,7 @@ from paceline.planning.predictions import (
     describe_server_bound,
     predict_step,
 )
+from paceline.planning.steps import ClusterShape
 from paceline.strategies import STRATEGIES
 
 _MOST_NODES: Final = 100_000

@@ -121,6 +121,11 @@ def choose_pipeline(flags: PipelineFlags, processes: int | None) -> PipelineOpti
     return options
 
 
+def default_microbatches(stages: int, batch_size: int) -> list[int]:
+    """Return the numbers of microbatches from which the one with the shortest predicted step is chosen."""
+    return [stages * factor for factor in (1, 2, 4, 8) if stages * factor <= batch_size] or [batch_size]
+
+
 def _count(text: str | None) -> int | None:
     if text is None or text == AUTO:
         return None

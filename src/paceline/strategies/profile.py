@@ -118,13 +118,18 @@ class ModelProfile:
         """Seconds of a step without communication and without waiting: the sum of all parts."""
         return self.between_s + self.update_s + sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
-    def scaled(self, factor: float) -> ModelProfile:
-        """Return the profile with all parts scaled. The steps that were measured as a whole remain."""
+    def with_scaled_layers(self, factor: float) -> ModelProfile:
+        """Return the profile with scaled times of the layers."""
         layers = tuple(
             replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
             for layer in self.layers
         )
-        return replace(self, layers=layers, between_s=self.between_s * factor, update_s=self.update_s * factor)
+        return replace(self, layers=layers)
+
+    def scaled(self, factor: float) -> ModelProfile:
+        """Return the profile with all parts scaled. The steps that were measured as a whole remain."""
+        between_s, update_s = self.between_s * factor, self.update_s * factor
+        return replace(self.with_scaled_layers(factor), between_s=between_s, update_s=update_s)
 
     def scaled_to_steps(self) -> ModelProfile:
         """Return the profile with all parts scaled, so that their sum is the mean of the steps without outliers."""

@@ -50,6 +50,12 @@ def test_losses_at_equal_times_and_examples() -> None:
     assert math.isnan(SLOW.loss_at(0.001))
 
 
+def test_ranks_of_a_pipeline_read_the_same_batch() -> None:
+    pipeline = compared("pipeline", 0.01, 0.01)
+    assert (pipeline.examples_per_s, pipeline.batch_size) == (pytest.approx(800), 8)
+    assert (FAST.examples_per_s, FAST.batch_size) == (pytest.approx(1600), 16)
+
+
 def test_the_target_is_reached_by_the_latest_losses() -> None:
     """The mean of losses 7 to 16 is 0.79, and the mean of losses 6 to 15 is 0.81."""
     seconds, examples = SLOW.reached(0.801) or (0.0, 0)

@@ -16,9 +16,9 @@ from paceline.launch import RunOptions
 from paceline.planning.calibration import key_of
 from paceline.planning.explaining import choose_options, show_explanation
 from paceline.planning.links import Curve, Machine, NodeLink
-from paceline.planning.plays import ClusterShape
 from paceline.planning.predictions import Scenario, StrategyCandidate, predict_all
 from paceline.planning.scripts import MeasuredCommand
+from paceline.planning.steps import ClusterShape
 from paceline.strategies.profile import LayerProfile, ModelProfile
 from paceline.strategies.registry import StrategyFlags
 

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from paceline.collectives.schedules import ALGORITHMS, LinkCost, predict
 from paceline.errors import UsageError
-from paceline.planning.formulas import byteps_optimum_s, pipeline_bubble, ring_s
-from paceline.planning.links import PAYLOAD, Curve, NodeLink, all_reduce_s, format_speed, parse_link
+from paceline.planning.links import (
+    PAYLOAD,
+    Curve,
+    NodeLink,
+    all_reduce_s,
+    byteps_optimum_s,
+    format_speed,
+    parse_link,
+    ring_s,
+)
 from paceline.planning.waiting import barrier_s, describe_noise, expected_maximum, without_drift
 from paceline.strategies.profile import without_outliers
 
@@ -51,7 +59,7 @@ def test_a_curve_is_linear_between_its_points_and_never_falls() -> None:
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7, 8])
-def test_ring_formula_equals_the_played_schedule(nodes: int) -> None:
+def test_ring_formula_equals_the_evaluated_schedule(nodes: int) -> None:
     block, speed, latency_s = 1000, 1e9, 5e-5
     schedules = ALGORITHMS["all_reduce"]["ring"].schedules(nodes)
     assert ring_s(block * nodes, nodes, speed, latency_s) == pytest.approx(
@@ -61,7 +69,7 @@ def test_ring_formula_equals_the_played_schedule(nodes: int) -> None:
 
 @pytest.mark.parametrize("nodes", [2, 3, 5, 8])
 @pytest.mark.parametrize("num_bytes", [100, 10_000, 300_000, 50 * MB])
-def test_played_all_reduce_is_as_fast_as_the_best_schedule(nodes: int, num_bytes: int) -> None:
+def test_evaluated_all_reduce_is_as_fast_as_the_best_schedule(nodes: int, num_bytes: int) -> None:
     link = NodeLink(bytes_per_s=1.25e8, latency_s=5e-5)
     times = []
     for algorithm in ALGORITHMS["all_reduce"].values():
@@ -98,12 +106,6 @@ def test_the_optimum_loads_all_links_equally(workers: int, data: st.DataObject) 
     own = (1 - share) / workers
     assert optimum == pytest.approx(separate)
     assert optimum == pytest.approx(1 - own + (workers - 1) * own)
-
-
-def test_pipeline_bubble() -> None:
-    assert pipeline_bubble(4, 12) == pytest.approx(3 / 15)
-    assert pipeline_bubble(4, 12, 2) == pytest.approx(3 / 27)
-    assert pipeline_bubble(1, 8) == 0.0
 
 
 def test_expected_maximum() -> None:

@@ -1,4 +1,4 @@
-"""Played steps against closed formulas, the order of strategies, and the changes that alter it."""
+"""Simulated steps against closed formulas, the order of strategies, and the changes that alter it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import UsageError
-from paceline.planning import plays
+from paceline.planning import steps
 from paceline.planning.calibration import fit_cost
-from paceline.planning.formulas import pipeline_bubble, ring_s
-from paceline.planning.links import PAYLOAD, Curve, Machine, NodeLink, StrategyCost, format_speed, parse_link
-from paceline.planning.plays import (
-    ClusterShape,
-    ServerGroup,
-    bounds_of,
-    buckets_of,
-    play_all_reduce,
-    play_hybrid,
-    play_one_device,
-    play_pipeline,
-    play_servers,
-    play_sharded,
-)
+from paceline.planning.links import PAYLOAD, Curve, Machine, NodeLink, StrategyCost, format_speed, parse_link, ring_s
 from paceline.planning.predictions import (
     Scenario,
     StrategyCandidate,
@@ -34,6 +21,18 @@ from paceline.planning.predictions import (
     parse_candidate,
     predict_all,
     predict_step,
+)
+from paceline.planning.steps import (
+    ClusterShape,
+    ServerGroup,
+    bounds_of,
+    buckets_of,
+    simulate_all_reduce,
+    simulate_hybrid,
+    simulate_one_device,
+    simulate_pipeline,
+    simulate_servers,
+    simulate_sharded,
 )
 from paceline.strategies.profile import LayerProfile, ModelProfile
 from paceline.torch.strategies.all_reduce import AllReduce
@@ -82,7 +81,7 @@ def scenario(profile: ModelProfile, nodes: int = 8, machine: Machine = MACHINE) 
 @pytest.mark.parametrize("nodes", [2, 8, 100])
 def test_all_reduce_without_computing_takes_the_time_of_the_ring(nodes: int) -> None:
     profile = model()
-    step_s = play_all_reduce(profile, shape(nodes), MACHINE).step_s
+    step_s = simulate_all_reduce(profile, shape(nodes), MACHINE).step_s
     assert step_s == pytest.approx(ring_s(profile.parameter_bytes, nodes, LINK.bytes_per_s))
 
 
@@ -93,25 +92,25 @@ def test_servers_without_computing_take_the_time_of_the_formulas(nodes: int, is_
     profile = model()
     num_bytes, speed = profile.parameter_bytes, LINK.bytes_per_s
     for servers in (1, nodes, 2 * nodes):
-        played = play_servers(
+        simulated = simulate_servers(
             profile, shape(nodes), MACHINE, ServerGroup(count=servers, is_separate=True, is_synchronous=is_synchronous)
         )
-        assert played.step_s == pytest.approx(2 * num_bytes / speed * max(1, nodes / servers))
-    played = play_servers(
+        assert simulated.step_s == pytest.approx(2 * num_bytes / speed * max(1, nodes / servers))
+    simulated = simulate_servers(
         profile, shape(nodes), MACHINE, ServerGroup(count=nodes, is_separate=False, is_synchronous=is_synchronous)
     )
-    assert played.step_s == pytest.approx(ring_s(num_bytes, nodes, speed))
+    assert simulated.step_s == pytest.approx(ring_s(num_bytes, nodes, speed))
 
 
 def test_sharded_without_computing_gathers_twice_and_scatters_once() -> None:
     profile = model()
-    step_s = play_sharded(profile, shape(4), MACHINE).step_s
+    step_s = simulate_sharded(profile, shape(4), MACHINE).step_s
     assert step_s == pytest.approx(1.5 * ring_s(profile.parameter_bytes, 4, LINK.bytes_per_s))
 
 
 def test_parameters_outside_of_units_are_gathered_twice_too() -> None:
     profile = model(layer_bytes=1 << 16)
-    step_s = play_sharded(profile, shape(4), MACHINE).step_s
+    step_s = simulate_sharded(profile, shape(4), MACHINE).step_s
     assert step_s == pytest.approx(1.5 * ring_s(profile.parameter_bytes, 4, LINK.bytes_per_s))
 
 
@@ -119,19 +118,19 @@ def test_servers_update_once_per_step_or_once_per_rank() -> None:
     profile = replace(model(), update_s=2000.0)  # much longer than the messages
     for is_synchronous, update_s in ((True, 1000.0), (False, 8000.0)):
         group = ServerGroup(count=2, is_separate=True, is_synchronous=is_synchronous)
-        assert play_servers(profile, shape(8), MACHINE, group).step_s == pytest.approx(update_s, rel=0.01)
+        assert simulate_servers(profile, shape(8), MACHINE, group).step_s == pytest.approx(update_s, rel=0.01)
 
 
 def test_computing_hides_communication() -> None:
     """With a long backward, only the last bucket is exposed: the first layers' gradients come last."""
     profile = model(compute_s=30.0)
-    played = play_all_reduce(profile, shape(8), MACHINE)
+    simulated = simulate_all_reduce(profile, shape(8), MACHINE)
     last = buckets_of(profile.layers, MB, 25 * MB)[-1][1]
-    assert played.step_s == pytest.approx(30.0 + ring_s(last, 8, LINK.bytes_per_s))
-    assert played.parts["compute"] == pytest.approx(30.0)
-    servers = play_servers(profile, shape(8), MACHINE, ServerGroup(count=8, is_separate=True, is_synchronous=False))
+    assert simulated.step_s == pytest.approx(30.0 + ring_s(last, 8, LINK.bytes_per_s))
+    assert simulated.parts["compute"] == pytest.approx(30.0)
+    servers = simulate_servers(profile, shape(8), MACHINE, ServerGroup(count=8, is_separate=True, is_synchronous=False))
     assert 30.0 < servers.step_s < 30.3
-    assert play_one_device(profile, ClusterShape(), MACHINE).step_s == pytest.approx(30.0)
+    assert simulate_one_device(profile, ClusterShape(), MACHINE).step_s == pytest.approx(30.0)
 
 
 def test_cores_are_shared_by_computing_and_messages() -> None:
@@ -140,8 +139,8 @@ def test_cores_are_shared_by_computing_and_messages() -> None:
     node = ClusterShape(ranks_per_node=2)
     machine = replace(MACHINE, num_cores=2, ranks_per_node=2)
     expected = 1.0 + sum(machine.all_reduce.at(size) for _, size in buckets_of(profile.layers, MB, 25 * MB))
-    assert play_all_reduce(profile, node, machine).step_s == pytest.approx(expected)
-    idle = play_all_reduce(profile, node, replace(machine, num_cores=8)).step_s
+    assert simulate_all_reduce(profile, node, machine).step_s == pytest.approx(expected)
+    idle = simulate_all_reduce(profile, node, replace(machine, num_cores=8)).step_s
     assert 1.0 < idle < expected
 
 
@@ -149,13 +148,13 @@ def test_hybrid_does_not_send_rows_between_ranks() -> None:
     """Servers move 2aM bytes of rows per rank, an all-gather (n - 1)aM."""
     profile = model(rows=100_000, layer_bytes=4, num_layers=1)
     rows_s = profile.sparse_bytes / LINK.bytes_per_s
-    gathered = play_all_reduce(profile, shape(16), MACHINE).step_s
-    hybrid = play_hybrid(
+    gathered = simulate_all_reduce(profile, shape(16), MACHINE).step_s
+    hybrid = simulate_hybrid(
         profile, shape(16), MACHINE, ServerGroup(count=16, is_separate=True, is_synchronous=True)
     ).step_s
     assert gathered == pytest.approx(15 * rows_s, rel=1e-3)
     assert hybrid == pytest.approx(2 * rows_s, rel=1e-3)
-    ahead = play_hybrid(
+    ahead = simulate_hybrid(
         profile, shape(16), MACHINE, ServerGroup(count=16, is_separate=True, is_synchronous=False)
     ).step_s
     assert ahead == pytest.approx(rows_s, rel=1e-3)
@@ -164,16 +163,17 @@ def test_hybrid_does_not_send_rows_between_ranks() -> None:
 @pytest.mark.parametrize("microbatches", [4, 16])
 def test_pipeline_of_equal_stages_has_the_bubble_of_the_formula(microbatches: int) -> None:
     profile = replace(model(compute_s=12.0, num_layers=12), batch_size=microbatches)
-    played = play_pipeline(profile, ClusterShape(ranks_per_node=4), MACHINE)
-    assert played.parts["bubble"] / played.step_s == pytest.approx(pipeline_bubble(4, microbatches, 2))
-    assert played.parts["compute"] == pytest.approx(3.0)
+    simulated = simulate_pipeline(profile, ClusterShape(ranks_per_node=4), MACHINE)
+    # (p - 1) / (v m + p - 1) with v = 2 stages per rank (Narayanan et al., SC 2021, section 2.2)
+    assert simulated.parts["bubble"] / simulated.step_s == pytest.approx(3 / (2 * microbatches + 3))
+    assert simulated.parts["compute"] == pytest.approx(3.0)
 
 
 def test_costly_microbatches_become_fewer() -> None:
     """With m microbatches and two stages on each of p ranks, a step takes m + (p - 1) / 2 times the time of one."""
     profile = model(compute_s=12.0, num_layers=12)
     for microbatch_s in (0.0, 1.0, 100.0):
-        step_s = play_pipeline(replace(profile, microbatch_s=microbatch_s), ClusterShape(ranks_per_node=4), MACHINE)
+        step_s = simulate_pipeline(replace(profile, microbatch_s=microbatch_s), ClusterShape(ranks_per_node=4), MACHINE)
         assert step_s.step_s == pytest.approx(min((m + 3 / 2) * (3.0 / m + microbatch_s / 4) for m in (4, 8, 16, 32)))
 
 
@@ -185,18 +185,18 @@ def test_rows_need_processor_time(ranks: int) -> None:
     free = replace(MACHINE, num_cores=8, ranks_per_node=2, all_reduce=Curve(((1, 0.0),)))
     machine = replace(free, costs={name: StrategyCost(row_s=1e-3) for name in names})
     node = ClusterShape(ranks_per_node=ranks)
-    assert play_all_reduce(profile, node, machine).step_s == pytest.approx(ranks / 2)
-    assert play_sharded(profile, node, machine).step_s == pytest.approx(ranks / 2)
+    assert simulate_all_reduce(profile, node, machine).step_s == pytest.approx(ranks / 2)
+    assert simulate_sharded(profile, node, machine).step_s == pytest.approx(ranks / 2)
     # Three of the cores worked for the two ranks, which had two messages each. A server works for all ranks.
-    played = play_servers(profile, node, machine, ServerGroup())
-    assert played.step_s == pytest.approx(2 * (3 / 8 + 3 / 8 * ranks))
+    simulated = simulate_servers(profile, node, machine, ServerGroup())
+    assert simulated.step_s == pytest.approx(2 * (3 / 8 + 3 / 8 * ranks))
 
 
 def test_a_fast_server_updates_faster_than_the_ranks() -> None:
     profile = replace(model(), update_s=2000.0)
     group = ServerGroup(count=2, is_separate=True, is_synchronous=True)
-    played = play_servers(profile, shape(8), replace(MACHINE, server_update_share=0.25), group)
-    assert played.step_s == pytest.approx(250.0, rel=0.02)
+    simulated = simulate_servers(profile, shape(8), replace(MACHINE, server_update_share=0.25), group)
+    assert simulated.step_s == pytest.approx(250.0, rel=0.02)
 
 
 def test_stages_have_equal_times_as_far_as_possible() -> None:
@@ -228,8 +228,8 @@ def test_slow_sockets_are_busy_for_all_bytes_that_a_node_sends_and_receives() ->
     machine = replace(MACHINE, socket_s_per_byte=byte_s)
     for nodes in (2, 8):
         moved = 2 * (nodes - 1) / nodes * profile.parameter_bytes
-        assert play_all_reduce(profile, shape(nodes), machine).step_s == pytest.approx(byte_s * 2 * moved)
-        assert play_sharded(profile, shape(nodes), machine).step_s == pytest.approx(byte_s * 3 * moved)
+        assert simulate_all_reduce(profile, shape(nodes), machine).step_s == pytest.approx(byte_s * 2 * moved)
+        assert simulate_sharded(profile, shape(nodes), machine).step_s == pytest.approx(byte_s * 3 * moved)
 
 
 def test_buckets_and_units_are_those_of_the_strategies() -> None:
@@ -237,9 +237,9 @@ def test_buckets_and_units_are_those_of_the_strategies() -> None:
     defaults = {
         kind: inspect.signature(kind).parameters["bucket_mb"].default * MB for kind in (AllReduce, ParameterServer)
     }
-    assert defaults[AllReduce] == plays.BUCKET_BYTES
-    assert defaults[ParameterServer] == plays.SERVER_BUCKET_BYTES
-    assert plays.UNIT_BYTES == 4 * LEAST_NUMEL
+    assert defaults[AllReduce] == steps.BUCKET_BYTES
+    assert defaults[ParameterServer] == steps.SERVER_BUCKET_BYTES
+    assert steps.UNIT_BYTES == 4 * LEAST_NUMEL
 
 
 def test_tables_need_memory() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.planning.scripts import devices_of, measured_examples_per_s, measured_step_s
+from paceline.planning.scripts import devices_of, measured_step_s
 from paceline.strategies.profile import StepRecord
 
 
@@ -25,4 +25,3 @@ def test_steps_of_several_ranks() -> None:
         for rank, steps_s in enumerate([(1.0, 1.0, 9.0), (2.0, 2.0, 2.0)])
     ]
     assert measured_step_s(records) == 1.5
-    assert measured_examples_per_s(records) == 8 / 1 + 8 / 2

@@ -12,7 +12,7 @@ import msgspec
 
 from paceline.errors import UsageError
 from paceline.strategies import SCHEDULES, PipelineOptions
-from paceline.strategies.pipeline import AUTO
+from paceline.strategies.pipeline import AUTO, default_microbatches
 from paceline.torch.strategies.pipeline.plan.orders import most_in_flight, orders_of, place_stages, split_backwards
 from paceline.torch.strategies.pipeline.plan.splitting import (
     LayerCost,
@@ -139,8 +139,7 @@ def splits_backwards(options: PipelineOptions) -> bool:
 def microbatch_counts(options: PipelineOptions, rows: int) -> list[int]:
     if options.microbatches is not None:
         return [min(options.microbatches, rows)]
-    counts = [options.stages * factor for factor in (1, 2, 4, 8)]
-    return [count for count in counts if count <= rows] or [rows]
+    return default_microbatches(options.stages, rows)
 
 
 def _plan_of(

@@ -1,17 +1,18 @@
-"""Build the tasks of a step under each strategy, and play them on the virtual clock. Pure.
+"""Simulate a step under each strategy: its tasks on the virtual clock. Pure.
 
-All ranks are equal, so one rank is played. Its node's cores and ports have the load of all ranks on the node, and a
-server has the load of all ranks. Gradients are sent in buckets during the backward, which begins with the last layer.
+All ranks are equal, so one rank is simulated. The cores and ports of its node have the load of all ranks on the node.
+A server has the load of all ranks. Gradients are sent in buckets during the backward, which begins with the last layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from paceline.planning.clock import Kind, PlayedTask, TaskList, critical_path, play
+from paceline.planning.clock import Kind, TaskList, critical_path, simulate_tasks
 from paceline.planning.links import Machine, NodeLink, StrategyCost, all_reduce_s, gather_s
+from paceline.strategies.pipeline import default_microbatches
 from paceline.strategies.profile import LayerProfile, ModelProfile
 
 _FIRST_BUCKET_BYTES: Final = 1 << 20
@@ -22,11 +23,10 @@ UNIT_BYTES: Final = 4 << 16
 _DIRECTIONS, _SIDES = 2, 2
 """Pushes and pulls; clients and servers."""
 _MESSAGES: Final = _DIRECTIONS * _SIDES
-_MORE: Final = 0.3
-"""The cost of a message to one more server, as a fraction of the first one's."""
-MICROBATCHES_PER_STAGE: Final = (1, 2, 4, 8)
+_NEXT_SERVER: Final = 0.3
+"""The cost of a message to each further server, as a fraction of the cost for the first one."""
 _ITERATIONS: Final = 3
-"""Pulls overlap with the next iteration, so several iterations are played, and the last one counts."""
+"""Pulls overlap with the next iteration, so several iterations are simulated, and the last one counts."""
 CPU, OUT, IN, SERVER, SERVER_OUT, SERVER_IN = "cpu", "out", "in", "server", "server out", "server in"
 
 
@@ -58,63 +58,73 @@ class ServerGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedStep:
+class SimulatedStep:
     """The duration of a step without waiting for slower ranks, and the seconds of its critical path by kind."""
 
     step_s: float
     parts: dict[Kind, float]
 
 
-class RankPlay:
-    """Adds the tasks of one rank's step: the parts that several strategies have in common."""
+class RankTasks(TaskList):
+    """The tasks of one rank's step. The methods add the tasks that several strategies have in common."""
 
     def __init__(self, profile: ModelProfile, shape: ClusterShape, machine: Machine, cost: StrategyCost) -> None:
+        super().__init__()
         self.profile, self.shape, self.machine, self.cost = profile, shape, machine, cost
-        self.list = TaskList()
         ranks, cores = shape.ranks_per_node, shape.node_cores or machine.num_cores
         self.cores = cores
-        self.computing = {} if profile.is_on_gpu else {CPU: ranks * profile.busy_cores / cores}
-        self.messaging = {CPU: ranks / cores}
-        """The loads of a task in which each rank of the node uses one core."""
-        self._running = {} if profile.is_on_gpu else self.messaging
+        self._computing = {} if profile.is_on_gpu else {CPU: ranks * profile.busy_cores / cores}
+        self._one_core = {CPU: ranks / cores}
+        """The load of a task in which each rank of the node uses one core."""
+        self._running = {} if profile.is_on_gpu else self._one_core
 
     def compute(self, seconds: float, *after: int) -> int:
-        return self.list.add("compute", seconds, self.computing, *after)
+        return self.add("compute", seconds, self._computing, *after)
 
     def run(self, seconds: float, *after: int) -> int:
         """Add the program's own code, or the optimizer."""
-        return self.list.add("compute", seconds, self._running, *after)
+        return self.add("compute", seconds, self._running, *after)
+
+    def communicate(self, seconds: float, *after: int) -> int:
+        """Add the processor time of a rank for communication."""
+        return self.add("communication CPU", seconds, self._one_core, *after)
 
     def join(self, *after: int) -> int:
         """Add a task without duration, which waits for several tasks."""
-        return self.list.add("communication CPU", 0.0, {}, *after)
+        return self.communicate(0.0, *after)
 
     def overhead(self, *after: int) -> int:
         """Add the strategy's own work per step and per parameter."""
-        seconds = self.cost.step_s + self.cost.parameter_s * self.profile.num_parameters
-        return self.list.add("communication CPU", seconds, self.messaging, *after)
+        return self.communicate(self.cost.step_s + self.cost.parameter_s * self.profile.num_parameters, *after)
+
+    def copy(self, *after: int) -> int:
+        """Add the strategy's own work per byte of gradients."""
+        return self.communicate(self.cost.byte_s * self.profile.parameter_bytes, *after)
 
     def all_reduce(self, num_bytes: float, *after: int) -> int:
-        """Add an all-reduce between all ranks: inside of the nodes, then between them."""
+        """Add an all-reduce between all ranks: inside of the nodes, then between them. Without bytes, only wait."""
+        if not num_bytes:
+            return self.join(*after)
         local_s = self.machine.all_reduce.at(num_bytes) if self.shape.ranks_per_node > 1 else 0.0
-        last = self.list.add("communication CPU", local_s, self.messaging, *after)
+        last = self.communicate(local_s, *after)
         if self.shape.link is None:
             return last
         seconds = all_reduce_s(num_bytes, self.shape.nodes, self.shape.link)
         return self._network(seconds, 4 * num_bytes, last)
 
     def gather(self, num_bytes: float, *after: int) -> int:
-        """Add an all-gather or a reduce-scatter of `num_bytes` in total."""
+        """Add an all-gather or a reduce-scatter of `num_bytes` in total. Without bytes, only wait."""
+        if not num_bytes:
+            return self.join(*after)
         if self.shape.link is None:
-            return self.list.add("communication CPU", self.machine.all_reduce.at(num_bytes) / 2, self.messaging, *after)
+            return self.communicate(self.machine.all_reduce.at(num_bytes) / 2, *after)
         return self._network(gather_s(num_bytes, self.shape.nodes, self.shape.link), 2 * num_bytes, *after)
 
     def exchange_rows(self, *after: int) -> int:
         """Add an all-gather of the rows' gradients, and the work for them: each rank applies those of all ranks."""
         profile, num_ranks = self.profile, self.shape.num_ranks
         sent = self.gather(num_ranks * profile.sparse_bytes, *after)
-        seconds = self.cost.row_s * profile.sparse_rows * num_ranks / self.machine.ranks_per_node
-        return self.list.add("communication CPU", seconds, self.messaging, sent)
+        return self.communicate(self.cost.row_s * profile.sparse_rows * num_ranks / self.machine.ranks_per_node, sent)
 
     def _network(self, seconds: float, num_bytes: float, *after: int) -> int:
         """Add a transfer between n nodes. Each node sends and receives (n - 1) / n of `num_bytes` together."""
@@ -123,29 +133,33 @@ class RankPlay:
         byte_s = self.machine.socket_s_per_byte + self.shape.link.processor_s_per_byte
         busy = byte_s * moved / seconds if seconds else 0.0
         loads = {OUT: 1.0, IN: 1.0, CPU: min(busy, 1.0) / self.cores}
-        return self.list.add("wire", seconds * max(busy, 1.0), loads, *after)
+        return self.add("wire", seconds * max(busy, 1.0), loads, *after)
 
-    def forward(self, *after: int) -> int:
+    def forward(self, *after: int, pulled: Mapping[int, int] | None = None) -> int:
+        """Add the program's own code and the forward. A layer waits for its task in `pulled`."""
         last = self.run(self.profile.between_s, *after)
-        for layer in self.profile.layers:
-            last = self.compute(layer.forward_s, last)
+        for number, layer in enumerate(self.profile.layers):
+            last = self.compute(layer.forward_s, last, (pulled or {}).get(number, -1))
         return last
 
-    def played(self, last: int, begins_after: int = -1) -> PlayedStep:
-        """Play the tasks. The step is the time from the end of task `begins_after` to the end of task `last`."""
-        times: list[PlayedTask] = play(self.list.tasks)
+    def backward(self, last: int) -> dict[int, int]:
+        """Add the backward after the task `last`. Return the task of each layer; the task of layer 0 ends last."""
+        tasks: dict[int, int] = {}
+        for number in reversed(range(len(self.profile.layers))):
+            tasks[number] = last = self.compute(self.profile.layers[number].backward_s, last)
+        return tasks
+
+    def simulate(self, last: int, begins_after: int = -1) -> SimulatedStep:
+        """Simulate the tasks. The step is the time from the end of task `begins_after` to the end of task `last`."""
+        times = simulate_tasks(self.tasks)
         begin_s = times[begins_after].end_s if begins_after >= 0 else 0.0
-        parts = critical_path(self.list.tasks, times, last, begin_s)
-        return PlayedStep(times[last].end_s - begin_s, parts)
+        return SimulatedStep(times[last].end_s - begin_s, critical_path(self.tasks, times, last, begin_s))
 
 
-def play_one_device(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> PlayedStep:
-    """Play a step of one process on one node."""
-    rank = RankPlay(profile, shape, machine, StrategyCost())
-    last = rank.forward()
-    for layer in reversed(profile.layers):
-        last = rank.compute(layer.backward_s, last)
-    return rank.played(rank.run(profile.update_s, last))
+def simulate_one_device(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> SimulatedStep:
+    """Simulate a step of one process on one node."""
+    rank = RankTasks(profile, shape, machine, StrategyCost())
+    return rank.simulate(rank.run(profile.update_s, rank.backward(rank.forward())[0]))
 
 
 def buckets_of(layers: Sequence[LayerProfile], first_bytes: int, most_bytes: int) -> list[tuple[int, float]]:
@@ -164,29 +178,22 @@ def buckets_of(layers: Sequence[LayerProfile], first_bytes: int, most_bytes: int
     return buckets
 
 
-def play_all_reduce(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> PlayedStep:
-    """Play a step under ``all-reduce``: buckets are reduced in their order while the backward continues."""
-    rank = RankPlay(profile, shape, machine, machine.cost("all-reduce"))
-    return rank.played(_add_all_reduce(rank, has_rows=bool(profile.sparse_bytes)))
+def simulate_all_reduce(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> SimulatedStep:
+    """Simulate a step under ``all-reduce``: buckets are reduced in their order while the backward continues."""
+    rank = RankTasks(profile, shape, machine, machine.cost("all-reduce"))
+    return rank.simulate(_add_all_reduce(rank, has_rows=bool(profile.sparse_bytes)))
 
 
-def _add_all_reduce(rank: RankPlay, *, has_rows: bool, after: int = -1) -> int:
+def _add_all_reduce(rank: RankTasks, *, has_rows: bool, after: int = -1) -> int:
     profile = rank.profile
-    begin = rank.overhead(after)
-    if profile.buffer_bytes:
-        begin = rank.all_reduce(profile.buffer_bytes, begin)
-    last, ready = rank.forward(begin), dict[int, int]()
-    for number in reversed(range(len(profile.layers))):
-        ready[number] = last = rank.compute(profile.layers[number].backward_s, last)
+    ready = rank.backward(rank.forward(rank.all_reduce(profile.buffer_bytes, rank.overhead(after))))
     reduced = -1
     for number, num_bytes in buckets_of(profile.layers, _FIRST_BUCKET_BYTES, BUCKET_BYTES):
         reduced = rank.all_reduce(num_bytes, ready[number], reduced)
-    if profile.parameter_bytes:
-        copying = rank.cost.byte_s * profile.parameter_bytes
-        reduced = rank.list.add("communication CPU", copying, rank.messaging, reduced)
+    reduced = rank.copy(reduced)
     if has_rows:
-        reduced = rank.exchange_rows(last, reduced)
-    return rank.run(profile.update_s, last, reduced)
+        reduced = rank.exchange_rows(ready[0], reduced)
+    return rank.run(profile.update_s, ready[0], reduced)
 
 
 class ServerMessage(NamedTuple):
@@ -200,16 +207,11 @@ class ServerMessage(NamedTuple):
     """The server's work: it applies a push, or answers a pull."""
 
 
-class ServerPlay(RankPlay):
-    """Adds the messages between a rank and the servers."""
+class ServerTasks(RankTasks):
+    """The tasks of one rank's step with the messages between the rank and the servers."""
 
     def __init__(
-        self,
-        profile: ModelProfile,
-        shape: ClusterShape,
-        machine: Machine,
-        cost: StrategyCost,
-        group: ServerGroup,
+        self, profile: ModelProfile, shape: ClusterShape, machine: Machine, cost: StrategyCost, group: ServerGroup
     ) -> None:
         super().__init__(profile, shape, machine, cost)
         self.group, servers = group, group.count
@@ -223,8 +225,8 @@ class ServerPlay(RankPlay):
         num_bytes = max(profile.parameter_bytes + profile.sparse_bytes, 1)
         self._update_byte_s = profile.update_s * machine.server_update_share * updates / servers / num_bytes
         # The cost of a step contains four messages between each rank of one node and one server.
-        self._client_more_s = _MORE * cost.step_s / _MESSAGES * (servers - 1)
-        self._server_more_s = _MORE * cost.step_s / _MESSAGES * (shape.num_ranks - ranks)
+        self._client_more_s = _NEXT_SERVER * cost.step_s / _MESSAGES * (servers - 1)
+        self._server_more_s = _NEXT_SERVER * cost.step_s / _MESSAGES * (shape.num_ranks - ranks)
         per_node = servers / shape.nodes
         self._serving = {SERVER: 1.0} if group.is_separate else {CPU: max(per_node, 1.0) / self.cores}
 
@@ -250,58 +252,52 @@ class ServerPlay(RankPlay):
         return self.pull(self.profile.sparse_bytes, former, *after, rows=self.profile.sparse_rows)
 
     def _serve(self, seconds: float, *after: int) -> int:
-        return self.list.add("server CPU", seconds + self._server_more_s, self._serving, *after)
+        return self.add("server CPU", seconds + self._server_more_s, self._serving, *after)
 
     def _client(self, seconds: float, *after: int) -> int:
-        return self.list.add("communication CPU", seconds + self._client_more_s, self.messaging, *after)
+        return self.communicate(seconds + self._client_more_s, *after)
 
     def _transfer(self, num_bytes: float, is_pull: bool, *after: int) -> int:
         shape, link = self.shape, self.shape.link
         if link is None:
-            return self.list.add("wire", 0.0, {}, *after)
+            return self.add("wire", 0.0, {}, *after)
         node_bytes = num_bytes * shape.ranks_per_node
         if not self.group.is_separate:
             node_bytes *= (shape.nodes - 1) / shape.nodes
             # The node's ranks send, and its servers receive.
             busy = _SIDES * link.processor_s_per_byte * link.bytes_per_s
             seconds = node_bytes / link.bytes_per_s * max(busy, 1.0)
-            return self.list.add("wire", seconds, {OUT: 1.0, IN: 1.0, CPU: min(busy, 1.0) / self.cores}, *after)
+            return self.add("wire", seconds, {OUT: 1.0, IN: 1.0, CPU: min(busy, 1.0) / self.cores}, *after)
         node_s = node_bytes / link.bytes_per_s
         server_s = num_bytes * shape.num_ranks / self.group.count / link.bytes_per_s
         seconds = max(node_s, server_s)
         own, port = (IN, SERVER_OUT) if is_pull else (OUT, SERVER_IN)
         loads = {own: node_s / seconds, port: server_s / seconds} if seconds else {}
-        return self.list.add("wire", seconds, loads, *after)
+        return self.add("wire", seconds, loads, *after)
 
     def round_trip(self, *after: int) -> int:
         latency_s = 0.0 if self.shape.link is None else 2 * self.shape.link.latency_s
-        return self.list.add("wire", latency_s, {}, *after)
+        return self.add("wire", latency_s, {}, *after)
 
 
-def play_servers(profile: ModelProfile, shape: ClusterShape, machine: Machine, group: ServerGroup) -> PlayedStep:
-    """Play steps under ``parameter-server``: pushes during the backward, pulls during the next forward."""
+def simulate_servers(profile: ModelProfile, shape: ClusterShape, machine: Machine, group: ServerGroup) -> SimulatedStep:
+    """Simulate steps under ``parameter-server``: pushes during the backward, pulls during the next forward."""
     is_synchronous = group.is_synchronous
     cost = machine.cost("parameter-server" if is_synchronous else "parameter-server:eventual")
-    rank, layers = ServerPlay(profile, shape, machine, cost, group), profile.layers
-    buckets = _parts(buckets_of(layers, SERVER_BUCKET_BYTES, SERVER_BUCKET_BYTES))
+    rank = ServerTasks(profile, shape, machine, cost, group)
+    buckets = _parts(buckets_of(profile.layers, SERVER_BUCKET_BYTES, SERVER_BUCKET_BYTES))
     pulled, last, rows, ends = dict[int, int](), -1, -1, list[int]()
     for _ in range(_ITERATIONS):
         last = rank.join(last, rows)
         # The rows of the next batch are requested during this batch, or after the step if they must be exact.
         if profile.sparse_bytes and not is_synchronous:
             rows = rank.pull_rows(ServerMessage(), last).by_client
-        last = rank.run(profile.between_s, last)
-        for number, layer in enumerate(layers):
-            last = rank.compute(layer.forward_s, last, pulled.get(number, -1))
-        ready: dict[int, int] = {}
-        for number in reversed(range(len(layers))):
-            ready[number] = last = rank.compute(layers[number].backward_s, last)
-        message = ServerMessage()
+        ready, message = rank.backward(rank.forward(last, pulled=pulled)), ServerMessage()
         for number, num_bytes in buckets:
             message = rank.push(num_bytes, message, ready[number])
         if profile.sparse_bytes:
-            message = rank.push_rows(message, last)
-        last = rank.overhead(last, message.by_client)
+            message = rank.push_rows(message, ready[0])
+        last = rank.overhead(ready[0], message.by_client)
         applied = rank.round_trip(last, message.by_server)
         message = ServerMessage()
         if profile.sparse_bytes and is_synchronous:
@@ -312,7 +308,7 @@ def play_servers(profile: ModelProfile, shape: ClusterShape, machine: Machine, g
             message = rank.pull(num_bytes, message, applied)
             pulled[number] = message.by_client
         ends.append(last)
-    return rank.played(ends[-1], ends[-2])
+    return rank.simulate(ends[-1], ends[-2])
 
 
 def _parts(buckets: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -324,11 +320,11 @@ def _parts(buckets: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     return parts
 
 
-def play_hybrid(profile: ModelProfile, shape: ClusterShape, machine: Machine, group: ServerGroup) -> PlayedStep:
-    """Play steps under ``hybrid``: all-reduce for dense parameters, servers for rows."""
+def simulate_hybrid(profile: ModelProfile, shape: ClusterShape, machine: Machine, group: ServerGroup) -> SimulatedStep:
+    """Simulate steps under ``hybrid``: all-reduce for dense parameters, servers for rows."""
     cost, of_servers = machine.cost("all-reduce"), machine.cost("parameter-server:eventual")
     cost = replace(cost, byte_s=of_servers.byte_s, row_s=of_servers.row_s)
-    rank, is_synchronous = ServerPlay(profile, shape, machine, cost, group), group.is_synchronous
+    rank, is_synchronous = ServerTasks(profile, shape, machine, cost, group), group.is_synchronous
     last, rows, ends = -1, -1, list[int]()
     for _ in range(_ITERATIONS):
         last = rank.join(last, rows)
@@ -339,7 +335,7 @@ def play_hybrid(profile: ModelProfile, shape: ClusterShape, machine: Machine, gr
         if is_synchronous:
             rows = rank.round_trip(rank.pull_rows(ServerMessage(), pushed.by_server).by_client)
         ends.append(last)
-    return rank.played(ends[-1], ends[-2])
+    return rank.simulate(ends[-1], ends[-2])
 
 
 def units_of(layers: Sequence[LayerProfile]) -> list[int]:
@@ -347,16 +343,16 @@ def units_of(layers: Sequence[LayerProfile]) -> list[int]:
     return [number for number, layer in enumerate(layers) if layer.parameter_bytes >= UNIT_BYTES]
 
 
-def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> PlayedStep:
-    """Play a step under ``sharded``: parameters are gathered before the forward and the backward of each unit.
+def simulate_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> SimulatedStep:
+    """Simulate a step under ``sharded``: parameters are gathered before the forward and the backward of each unit.
 
     On a GPU the next unit is gathered during the computation of a unit. On a processor the computation waits.
     """
-    rank = RankPlay(profile, shape, machine, machine.cost("sharded"))
+    rank = RankTasks(profile, shape, machine, machine.cost("sharded"))
     layers, units = profile.layers, set(units_of(profile.layers))
     remainder = sum(layer.parameter_bytes for number, layer in enumerate(layers) if number not in units)
     last = rank.overhead()
-    sent = rank.gather(remainder, last) if remainder else -1
+    sent = rank.gather(remainder, last)
     last = rank.run(profile.between_s, last, sent)
 
     def gathered(layer: LayerProfile, last: int, sent: int) -> tuple[int, int]:
@@ -367,40 +363,34 @@ def play_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machine) -
         if number in units:
             last, sent = gathered(layer, last, sent)
         last = rank.compute(layer.forward_s, last)
-    if remainder:
-        sent = rank.gather(remainder, last, sent)
-        last = rank.join(last, sent)
+    sent = rank.gather(remainder, last, sent)
+    last = rank.join(last, sent)
     for number in reversed(range(len(layers))):
         if number in units:
             last, sent = gathered(layers[number], last, sent)
         last = rank.compute(layers[number].backward_s, last)
         if number in units:
             sent = rank.gather(layers[number].parameter_bytes, last, sent)
-    if remainder:
-        sent = rank.gather(remainder, last, sent)
-    if profile.sparse_bytes:
-        sent = rank.exchange_rows(last, sent)
-    copying = rank.list.add("communication CPU", rank.cost.byte_s * profile.parameter_bytes, rank.messaging, last, sent)
-    return rank.played(rank.run(profile.update_s / shape.num_ranks, copying))
+    sent = rank.exchange_rows(last, rank.gather(remainder, last, sent))
+    return rank.simulate(rank.run(profile.update_s / shape.num_ranks, rank.copy(last, sent)))
 
 
-def play_pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> PlayedStep:
+def simulate_pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> SimulatedStep:
     """Predict a step under ``pipeline`` with one stage per rank, for a model whose layers run one after another.
 
     The layers are divided into stages with equal times as far as possible. Computing of the stages other than the
     slowest one is not on the critical path, except while the pipeline fills and drains. Like the strategy, this
     function chooses the number of microbatches, and between one and two stages per rank.
     """
-    counts = [shape.num_ranks * factor for factor in MICROBATCHES_PER_STAGE]
-    counts = [count for count in counts if count <= profile.batch_size] or [max(profile.batch_size, 1)]
+    counts = default_microbatches(shape.num_ranks, max(profile.batch_size, 1))
     parts = [1, 2] if len(profile.layers) >= 2 * shape.num_ranks else [1]
-    played = [_pipeline(profile, shape, machine, count, each) for count in counts for each in parts]
-    return min(played, key=lambda step: step.step_s)
+    found = [_pipeline(profile, shape, machine, count, num_parts) for count in counts for num_parts in parts]
+    return min(found, key=lambda step: step.step_s)
 
 
 def _pipeline(
     profile: ModelProfile, shape: ClusterShape, machine: Machine, microbatches: int, parts_per_rank: int
-) -> PlayedStep:
+) -> SimulatedStep:
     ranks, link = shape.num_ranks, shape.link
     seconds = [layer.forward_s + layer.backward_s for layer in profile.layers]
     firsts = bounds_of(seconds, ranks)
@@ -422,7 +412,7 @@ def _pipeline(
         "wire": microbatches * sent_s,
         "bubble": bubble_s,
     }
-    return PlayedStep(sum(parts.values()), parts)
+    return SimulatedStep(sum(parts.values()), parts)
 
 
 def bounds_of(sizes: Sequence[float], parts: int) -> list[int]:
