@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -65,13 +65,6 @@ class StoredMachine:
     version: str
     host: str
     machine: Machine
-
-
-@dataclass(slots=True)
-class StoredResults:
-    """The file with the measured steps of ``paceline compare``, in seconds, by the key of :func:`key_of`."""
-
-    steps_s: dict[str, float] = field(default_factory=dict)
 
 
 def folder() -> Path:
@@ -211,18 +204,23 @@ def _machine_file(ranks: int) -> Path:
     return folder() / f"machine-{num_cores()}-cores-{ranks}-ranks.json"
 
 
-def load_results() -> StoredResults:
-    """Return the results of former comparisons."""
+def load_results() -> dict[str, float]:
+    """Return the measured steps of ``paceline compare``, in seconds, by the key of :func:`key_of`."""
     try:
-        return msgspec.json.decode((folder() / "compared.json").read_bytes(), type=register_type(StoredResults))
+        return msgspec.json.decode(_results_file().read_bytes(), type=register_type(dict[str, float]))
     except (OSError, RuntimeError, msgspec.MsgspecError):
-        return StoredResults()
+        return {}
 
 
-def store_results(results: StoredResults) -> None:
-    """Store the newest results."""
-    newest = list(results.steps_s.items())[-_MOST_RESULTS:]
-    _write(folder() / "compared.json", msgspec.json.encode(StoredResults(dict(newest))))
+def store_result(key: str, step_s: float) -> None:
+    """Store the mean seconds of a step. The newest results are kept."""
+    results = {name: value for name, value in load_results().items() if name != key}
+    newest = [*results.items(), (key, step_s)][-_MOST_RESULTS:]
+    _write(_results_file(), msgspec.json.encode(dict(newest)))
+
+
+def _results_file() -> Path:
+    return folder() / "compared.json"
 
 
 def key_of(command: MeasuredCommand, ranks: int, candidate: StrategyCandidate) -> str:

@@ -15,11 +15,11 @@ from rich.table import Table
 from paceline.errors import UsageError
 from paceline.observe.plots import PageTable, Plot, Series
 from paceline.observe.table import draw_bars, format_bytes, format_count
-from paceline.planning.calibration import key_of, load_results, store_results
+from paceline.planning.calibration import key_of, store_result
 from paceline.planning.explaining import find_machine, profile_both
 from paceline.planning.options import CompareOptions
 from paceline.planning.predictions import Scenario, StepPrediction, parse_candidate, predict_step
-from paceline.planning.scripts import check_options, measured_step_s
+from paceline.planning.scripts import ONLY, check_options, measured_step_s
 from paceline.planning.steps import ClusterShape
 from paceline.strategies.profile import StepRecord
 
@@ -112,13 +112,9 @@ def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[St
     steps = options.steps or (_STEPS if options.target_loss is None else _MOST_STEPS)
     for candidate, prediction in zip(chosen, predictions, strict=True):
         show(f"running {command.script} under {candidate.label} ...")
-        records = command.record(candidate, ranks, steps, prediction.step_s, options.target_loss)
-        comparison = StepComparison(prediction=prediction, records=tuple(records))
-        results = load_results()
-        key = key_of(command, ranks, candidate)
-        results.steps_s.pop(key, None)  # so that the newest result is the last one
-        results.steps_s[key] = comparison.step_s
-        store_results(results)
+        records = command.records(candidate, ranks, steps, step_s=prediction.step_s, target_loss=options.target_loss)
+        comparison = StepComparison(prediction=prediction, records=tuple(records[ONLY]))
+        store_result(key_of(command, ranks, candidate), comparison.step_s)
         yield comparison
 
 

@@ -24,7 +24,7 @@ from paceline.planning.predictions import (
     find_changes,
     predict_all,
 )
-from paceline.planning.scripts import MeasuredCommand, check_options
+from paceline.planning.scripts import ONLY, MeasuredCommand, check_options
 from paceline.planning.steps import ClusterShape
 from paceline.planning.waiting import describe_noise
 from paceline.strategies.profile import ModelProfile
@@ -76,11 +76,11 @@ def profile_both(
 ) -> tuple[ModelProfile, ModelProfile]:
     """Return the profile of `ranks` processes that share the cores, and of one process with all cores."""
     show(f"measuring {command.script} in {ranks} independent process{'es' if ranks > 1 else ''} ...")
-    profile = command.profile(ranks, max(num_cores() // ranks, 1))
+    profile = command.profiles(ranks, max(num_cores() // ranks, 1))[ONLY]
     if ranks == 1:
         return profile, profile
     show(f"measuring {command.script} in one process ...")
-    return profile, command.profile(1, num_cores())
+    return profile, command.profiles(1, num_cores())[ONLY]
 
 
 def as_json(scenario: Scenario, predictions: Sequence[StepPrediction], measured: dict[str, float]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def measured_steps(
     """Return the steps that ``paceline compare`` has measured for this script, by label. Only for one node."""
     if scenario.shape.nodes > 1:
         return {}
-    stored, ranks = load_results().steps_s, scenario.shape.ranks_per_node
+    stored, ranks = load_results(), scenario.shape.ranks_per_node
     candidates = [prediction.candidate for prediction in predictions]
     keys = {candidate.label: key_of(command, ranks, candidate) for candidate in candidates}
     return {label: stored[key] for label, key in keys.items() if key in stored}

@@ -141,8 +141,8 @@ def byteps_optimum_s(num_bytes: float, workers: int, servers: int, bytes_per_s: 
 def all_reduce_s(num_bytes: float, nodes: int, link: NodeLink) -> float:
     """Return the time of the fastest all-reduce between nodes, without the part inside of the nodes.
 
-    Up to 8 nodes, the evaluator of ``paceline.collectives`` predicts all schedules. The ranks of a node reduce inside of
-    the node first, so that each node sends and receives as one rank.
+    Up to 8 nodes, the evaluator of ``paceline.collectives`` predicts all schedules. The ranks of a node reduce inside
+    of the node first, so that each node sends and receives as one rank.
     """
     if nodes == 1:
         return 0.0

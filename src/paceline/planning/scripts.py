@@ -39,6 +39,8 @@ from paceline.strategies.profile import (
 from paceline.temporary import TemporaryFolder
 
 _Record = TypeVar("_Record")
+ONLY: Final = ""
+"""The name of the model of a script that trains a single model."""
 _PATIENCE_S: Final = 300.0
 """A script must reach its training loop, and end a few dozen steps, in this time."""
 _SLOWER: Final = 10
@@ -65,17 +67,12 @@ class MeasuredCommand:
         """The script's path and arguments, which identify it."""
         return " ".join([self.script if self.is_module else str(Path(self.script).resolve()), *self.arguments])
 
-    def profile(self, copies: int, threads: int) -> ModelProfile:
-        """Run `copies` independent processes at the same time, and return their mean profile.
+    def profiles(self, copies: int, threads: int, models: Sequence[str] = (ONLY,)) -> dict[str, ModelProfile]:
+        """Run `copies` independent processes at the same time. Return the mean profile of each model.
 
-        Raises UsageError for a script without a training loop that can be measured, PeerError for a failing script.
-        """
-        return self.profiles(copies, threads, [""])[""]
-
-    def profiles(self, copies: int, threads: int, models: Sequence[str]) -> dict[str, ModelProfile]:
-        """Return the mean profile of each model, for a script that trains them one after another; see :meth:`profile`.
-
-        The process with the folder ``X/0`` writes the measurements of a model to ``X/MODEL/0``.
+        The script trains the models one after another. The process with the folder ``X/0`` writes the measurements of a
+        model to ``X/MODEL/0``. Raises UsageError for a script without a training loop that can be measured, and
+        PeerError for a failing script.
         """
         command = command_of(sys.executable, self.script, self.arguments, is_module=self.is_module)
         with TemporaryFolder.make("profile") as folder:
@@ -97,31 +94,21 @@ class MeasuredCommand:
                 for model in models
             }
 
-    def record(
-        self,
-        candidate: StrategyCandidate,
-        ranks: int,
-        steps: int,
-        step_s: float = 0.0,
-        target_loss: float | None = None,
-    ) -> list[StepRecord]:
-        """Run the script under a strategy for `steps` steps, and return the record of each rank.
-
-        `step_s` is the predicted time of a step. A longer prediction allows more time. With `target_loss`, the ranks
-        end soon after one of them has reached this loss. Raises UsageError and PeerError like :meth:`profile`.
-        """
-        return self.records(candidate, ranks, steps, [""], step_s, target_loss)[""]
-
     def records(
         self,
         candidate: StrategyCandidate,
         ranks: int,
         steps: int,
-        models: Sequence[str],
+        models: Sequence[str] = (ONLY,),
+        *,
         step_s: float = 0.0,
         target_loss: float | None = None,
     ) -> dict[str, list[StepRecord]]:
-        """Return the records of each model, for a script that trains them one after another; see :meth:`profiles`."""
+        """Run the script under a strategy for `steps` steps of each model. Return the record of each rank, by model.
+
+        `step_s` is the predicted time of a step. A longer prediction allows more time. With `target_loss`, the ranks
+        end soon after one of them has reached this loss. Raises UsageError and PeerError like :meth:`profiles`.
+        """
         ranks = 1 if candidate.strategy == "one-device" else ranks
         words = [*candidate.words(), "--nproc-per-node", str(ranks), *(["-m"] if self.is_module else [])]
         if candidate.strategy == "pipeline":

@@ -93,11 +93,11 @@ def test_slow_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: b
     script = tmp_path / "train.py"
     script.write_text(f"import os, pathlib, time\n{mark}\ntime.sleep(60)\n")
     with pytest.raises(UsageError, match=message):
-        MeasuredCommand(str(script)).profile(1, 1)
+        MeasuredCommand(str(script)).profiles(1, 1)
 
 
 def test_a_killed_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, signal\nprint('reading data', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
     with pytest.raises(PeerError, match=r"train\.py was killed by SIGKILL: reading data"):
-        MeasuredCommand(str(script)).profile(1, 1)
+        MeasuredCommand(str(script)).profiles(1, 1)

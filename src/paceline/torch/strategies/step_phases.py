@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,17 +42,13 @@ class StepPhases:
                 OperatorFile(settings.job_dir, WatchedProcess(f"rank {settings.rank}", os.getpid(), "")),
                 profiles_steps=settings.timeline_operators,
             )
-        run_backward: Callable[..., Any] = torch.autograd.backward
 
-        # A hook of the model and its output would take ten times as long as this function.
-        def backward(*values: Any, **options: Any) -> None:
-            recorder.enter("backward")
-            run_backward(*values, **options)
+        def end() -> None:
             recorder.enter("other")
             if is_exchange():
                 recorder.arrive()
 
-        setattr(torch.autograd, "backward", backward)  # noqa: B010  (mypy rejects an assignment)
+        watch_backward(lambda tensors: recorder.enter("backward"), end)
 
     def watch(self, optimizers: Iterable[Optimizer], group: Group | None) -> None:
         """Record the steps of `optimizers`.
@@ -75,6 +72,22 @@ class StepPhases:
         for batch in self._recorder.steps(batches, "forward"):
             self._recorder.add("paceline_examples_total", num_examples(batch))
             yield batch
+
+
+def watch_backward(begin: Callable[[Any], object], end: Callable[[], object]) -> Callable[[], None]:
+    """Call ``begin(tensors)`` before each backward of the program, and ``end()`` after it, until the result is called.
+
+    A hook of the model and its output would take ten times as long.
+    """
+    original: Callable[..., None] = torch.autograd.backward
+
+    def backward(tensors: Any, *values: Any, **options: Any) -> None:
+        begin(tensors)
+        original(tensors, *values, **options)
+        end()
+
+    setattr(torch.autograd, "backward", backward)  # noqa: B010  (mypy rejects an assignment)
+    return partial(setattr, torch.autograd, "backward", original)
 
 
 def begin_exchange(*, is_for_all: bool) -> None:

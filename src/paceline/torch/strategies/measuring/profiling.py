@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -37,7 +36,7 @@ from paceline.torch.strategies.measuring.layer_times import LayerTimes
 from paceline.torch.strategies.measuring.microbatch_times import MicrobatchTimes
 from paceline.torch.strategies.measuring.program_copies import ProgramCopies
 from paceline.torch.strategies.measuring.traffic import TrafficCounter
-from paceline.torch.strategies.step_phases import num_examples
+from paceline.torch.strategies.step_phases import num_examples, watch_backward
 
 if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy
@@ -89,7 +88,8 @@ class StepProfiler:
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of an epoch, and measure the steps. Raises SystemExit after the last step."""
-        with _recorded_backward(self._begin_backward, self._layers.end_backward):
+        with ExitStack() as stack:
+            stack.callback(watch_backward(self._begin_backward, self._layers.end_backward))
             if not self._number:
                 self._begin()
             self._began_s = time.perf_counter()
@@ -219,17 +219,3 @@ class StepProfiler:
 def _losses(steps: Sequence[_MeasuredStep]) -> list[float | None]:
     values = [math.nan if step.loss is None else float(step.loss) for step in steps]
     return [value if math.isfinite(value) else None for value in values]
-
-
-def _recorded_backward(begin: Callable[[Any], None], end: Callable[[], None]) -> ExitStack:
-    """Return a context in which every backward of the program calls two functions: before and after it."""
-    original, stack = torch.autograd.backward, ExitStack()
-
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        begin(tensors)
-        original(tensors, *args, **kwargs)
-        end()
-
-    torch.autograd.backward = backward  # Tensor.backward calls it by this name
-    stack.callback(setattr, torch.autograd, "backward", original)
-    return stack
