@@ -84,7 +84,7 @@ def test_profile(commands: Commands) -> None:
     assert all(layer.forward_s > 0 and layer.backward_s > 0 and layer.activation_bytes for layer in profile.layers)
     assert profile.batch_size == 8
     assert profile.optimizer_bytes >= 2 * profile.parameter_bytes
-    assert min(profile.update_s, profile.between_s) > 0
+    assert min(profile.update_s, profile.program_s) > 0
     assert len(profile.steps_s) >= 12
     median_s = statistics.median(profile.steps_s)
     assert 0.3 * median_s < profile.compute_s < 3 * median_s

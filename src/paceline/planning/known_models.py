@@ -60,7 +60,7 @@ def _model(
         table = LayerProfile(name="rows", forward_s=0.0, backward_s=0.0, touched_rows=rows, row_bytes=4 * dim)
         layers.insert(0, table)
     return ModelProfile(
-        layers=tuple(layers), steps_s=(step_s,), between_s=0.0, update_s=0.0, batch_size=batch_size, is_on_gpu=True
+        layers=tuple(layers), steps_s=(step_s,), program_s=0.0, update_s=0.0, batch_size=batch_size, is_on_gpu=True
     )
 
 

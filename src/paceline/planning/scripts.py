@@ -218,7 +218,7 @@ def mean_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
         layers=tuple(layers),
         steps_s=tuple(steps_s),
         microbatch_s=statistics.fmean(profile.microbatch_s for profile in profiles),
-        between_s=statistics.fmean(profile.between_s for profile in profiles),
+        program_s=statistics.fmean(profile.program_s for profile in profiles),
         update_s=statistics.fmean(profile.update_s for profile in profiles),
     )
 

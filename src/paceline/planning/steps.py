@@ -137,7 +137,7 @@ class RankTasks(TaskList):
 
     def forward(self, *after: int, pulled: Mapping[int, int] | None = None) -> int:
         """Add the program's own code and the forward. A layer waits for its task in `pulled`."""
-        last = self.run(self.profile.between_s, *after)
+        last = self.run(self.profile.program_s, *after)
         for number, layer in enumerate(self.profile.layers):
             last = self.compute(layer.forward_s, last, (pulled or {}).get(number, -1))
         return last
@@ -353,7 +353,7 @@ def simulate_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machin
     remainder = sum(layer.parameter_bytes for number, layer in enumerate(layers) if number not in units)
     last = rank.overhead()
     sent = rank.gather(remainder, last)
-    last = rank.run(profile.between_s, last, sent)
+    last = rank.run(profile.program_s, last, sent)
 
     def gathered(layer: LayerProfile, last: int, sent: int) -> tuple[int, int]:
         sent = rank.gather(layer.parameter_bytes, sent if rank.profile.is_on_gpu else last, sent)
@@ -403,12 +403,12 @@ def _pipeline(
     # Each microbatch adds to all gradients, and is computed in smaller operations.
     cost = machine.cost("pipeline")
     of_parameters_s = cost.parameter_s * profile.num_parameters + cost.byte_s * profile.parameter_bytes
-    round_s = slowest / microbatches + (of_parameters_s + profile.microbatch_s) / ranks + sent_s
-    bubble_s = (ranks - 1) / parts_per_rank * round_s
-    other_s = profile.between_s + profile.update_s / ranks
+    microbatch_s = (of_parameters_s + profile.microbatch_s) / ranks
+    bubble_s = (ranks - 1) / parts_per_rank * (slowest / microbatches + microbatch_s + sent_s)
+    other_s = profile.program_s + profile.update_s / ranks
     parts: dict[Kind, float] = {
         "compute": slowest + other_s,
-        "communication CPU": cost.step_s + (of_parameters_s + profile.microbatch_s) / ranks * microbatches,
+        "communication CPU": cost.step_s + microbatches * microbatch_s,
         "wire": microbatches * sent_s,
         "bubble": bubble_s,
     }

@@ -67,10 +67,10 @@ class ModelProfile:
     """The layers in the order of the forward."""
     steps_s: tuple[float, ...]
     """Durations of steps that were measured as a whole. Their differences are the variance of step times."""
-    between_s: float
-    """The part of a step before the first layer's forward, and after the backward without the update.
+    program_s: float
+    """The program's own code, with reading data: the part of a step outside of forward, backward and update.
 
-    It contains reading data and the program's own code. The loss is a part of the last layer's forward.
+    The loss is a part of the last layer's forward.
     """
     update_s: float
     """The optimizer's update of all parameters."""
@@ -116,7 +116,7 @@ class ModelProfile:
     @property
     def compute_s(self) -> float:
         """Seconds of a step without communication and without waiting: the sum of all parts."""
-        return self.between_s + self.update_s + sum(layer.forward_s + layer.backward_s for layer in self.layers)
+        return self.program_s + self.update_s + sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
     def with_scaled_layers(self, factor: float) -> ModelProfile:
         """Return the profile with scaled times of the layers."""
@@ -128,8 +128,8 @@ class ModelProfile:
 
     def scaled(self, factor: float) -> ModelProfile:
         """Return the profile with all parts scaled. The steps that were measured as a whole remain."""
-        between_s, update_s = self.between_s * factor, self.update_s * factor
-        return replace(self.with_scaled_layers(factor), between_s=between_s, update_s=update_s)
+        program_s, update_s = self.program_s * factor, self.update_s * factor
+        return replace(self.with_scaled_layers(factor), program_s=program_s, update_s=update_s)
 
     def scaled_to_steps(self) -> ModelProfile:
         """Return the profile with all parts scaled, so that their sum is the mean of the steps without outliers."""

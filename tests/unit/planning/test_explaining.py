@@ -27,7 +27,7 @@ LAYER = LayerProfile(name="0", forward_s=0.1, backward_s=0.1, num_parameters=2, 
 
 
 def explain(layers: Sequence[LayerProfile], steps_s: tuple[float, ...] = (0.2,) * 5, servers: int = 2) -> list[str]:
-    profile = ModelProfile(layers=tuple(layers), steps_s=(0.2,) * 5, between_s=0.0, update_s=0.0, batch_size=32)
+    profile = ModelProfile(layers=tuple(layers), steps_s=(0.2,) * 5, program_s=0.0, update_s=0.0, batch_size=32)
     link = NodeLink(bytes_per_s=1.25e8, latency_s=0.0)
     scenario = Scenario(
         profile=profile,

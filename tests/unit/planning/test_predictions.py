@@ -66,7 +66,7 @@ def model(compute_s: float = 0.0, layer_bytes: int = 8 * MB, num_layers: int = 1
     if rows:
         layers.insert(0, LayerProfile(name="rows", forward_s=0.0, backward_s=0.0, touched_rows=rows, row_bytes=56))
     return ModelProfile(
-        layers=tuple(layers), steps_s=(max(compute_s, 1e-6),) * 5, between_s=0.0, update_s=0.0, batch_size=32
+        layers=tuple(layers), steps_s=(max(compute_s, 1e-6),) * 5, program_s=0.0, update_s=0.0, batch_size=32
     )
 
 

@@ -56,7 +56,7 @@ class _LayerSums:
 class LayerTimes:
     """Hooks the layers of a model, and measures steps: first the memory, then the times.
 
-    The time since the last mark belongs to the layer that was current, or to the program's own code.
+    :meth:`mark` divides a step into intervals. An interval belongs to the current layer, or to the program's own code.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class LayerTimes:
         self._current: _LayerSums | None = None
         self._marked_s: float | None = None
         """The time of the last mark; None outside of the steps whose times are measured."""
-        self._betweens_s: list[float] = []
+        self._programs_s: list[float] = []
         self._updates_s: list[float] = []
         self._processor_s = self._layers_s = self._layers_used_s = 0.0
         """The processor time at the last mark; the time and the processor time of all layers."""
@@ -76,7 +76,7 @@ class LayerTimes:
         self._current = None
         if self._is_timed:
             self._marked_s, self._processor_s = began_s, time.process_time()
-            times = [self._betweens_s, self._updates_s]
+            times = [self._programs_s, self._updates_s]
             for sums in self._layers.values():
                 times += [sums.forwards_s, sums.backwards_s]
             for steps_s in times:
@@ -96,7 +96,10 @@ class LayerTimes:
             torch.cuda.synchronize(self._device)
 
     def mark(self, layer: _LayerSums | None, *, is_backward: bool = False) -> None:
-        """Attribute the time since the last mark. `layer` is current from now on, or was in its backward."""
+        """Add the time since the last mark to the current layer, and make `layer` the current one.
+
+        With `is_backward`, add the time to the backward of `layer` instead; no layer is current then.
+        """
         if self._marked_s is None:
             return
         self.synchronize()
@@ -110,13 +113,13 @@ class LayerTimes:
         if is_backward and layer is not None:
             layer.backwards_s[-1] += took_s
         elif self._current is None:
-            self._betweens_s[-1] += took_s
+            self._programs_s[-1] += took_s
         else:
             self._current.forwards_s[-1] += took_s
         self._current = None if is_backward else layer
 
     def end_backward(self) -> None:
-        """Attribute the end of the backward, after the last gradient, to the first layer."""
+        """Add the end of the backward, after the last gradient, to the backward of the first layer."""
         self.mark(next(iter(self._layers.values()), None), is_backward=True)
 
     def hook_memory(self, module: nn.Module) -> None:
@@ -172,9 +175,9 @@ class LayerTimes:
         """Return the measured layers."""
         return tuple(sums.profile() for sums in self._layers.values())
 
-    def between_s(self) -> float:
-        """Return the seconds of a step outside of forward, backward and update."""
-        return statistics.median(self._betweens_s)
+    def program_s(self) -> float:
+        """Return the seconds of a step in the program's own code, outside of forward, backward and update."""
+        return statistics.median(self._programs_s)
 
     def update_s(self) -> float:
         """Return the seconds of a step in the optimizers."""
@@ -195,7 +198,7 @@ class LayerTimes:
         self._layers = {**order, **{layer: sums for layer, sums in self._layers.items() if layer not in order}}
 
     def _end_update(self) -> None:
-        before_s = self._betweens_s[-1]
+        before_s = self._programs_s[-1]
         self.mark(None)
-        self._updates_s[-1] += self._betweens_s[-1] - before_s
-        self._betweens_s[-1] = before_s
+        self._updates_s[-1] += self._programs_s[-1] - before_s
+        self._programs_s[-1] = before_s

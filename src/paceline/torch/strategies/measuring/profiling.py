@@ -204,7 +204,7 @@ class StepProfiler:
         profile = ModelProfile(
             layers=self._layers.profiles(),
             steps_s=tuple(step.seconds for step in self._steps),
-            between_s=self._layers.between_s(),
+            program_s=self._layers.program_s(),
             update_s=self._layers.update_s(),
             batch_size=max(self._batch_size, 1),
             optimizer_bytes=sum(tensor.nbytes for tensor in state),
