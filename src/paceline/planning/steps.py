@@ -216,7 +216,7 @@ class ServerTasks(RankTasks):
         super().__init__(profile, shape, machine, cost)
         self.group, servers = group, group.count
         ranks, measured = shape.ranks_per_node, machine.ranks_per_node
-        # During these costs, the cores are busy with pushes and pulls of all ranks. Half of it is the servers' work.
+        # In this time, the cores of the measured machine worked for the messages of all ranks: half as servers.
         busy = min(machine.num_cores, measured + 1) / measured / (_DIRECTIONS * _SIDES)
         self._byte_s, self._row_s = cost.byte_s * busy, cost.row_s * busy
         self._ranks_per_server = shape.num_ranks / servers

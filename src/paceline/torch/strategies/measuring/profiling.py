@@ -43,16 +43,14 @@ if TYPE_CHECKING:
 
 _WARM_UP: Final = 3
 _WARM_UP_SHARE: Final = 5
-"""The first steps are slower. A fifth more steps than those that are measured warm up, if there are many."""
+"""There is one warm-up step for this many measured steps, because the first steps are slower."""
 _LAYER_STEPS: Final = 5
 _LEAST_STEPS, _MOST_STEPS, _LONG_S = 12, 300, 3.0
 """Numbers of steps that are measured as a whole, and the time after which the smaller number is enough."""
 _FEWEST_STEPS: Final = 3
 """A program that ends earlier is not measured."""
 _MORE_STEPS: Final = 2
-"""All ranks end this number of steps after the first rank that reaches the target, because the others are at most one
-step ahead of it.
-"""
+"""All ranks end this many steps after the first rank reaches the target. Other ranks may be one step ahead of it."""
 
 
 class _MeasuredStep(NamedTuple):
