@@ -1,4 +1,4 @@
-"""Predict and compare the strategies for a script: ``paceline explain`` and ``paceline compare``."""
+"""Predict and compare the speed of strategies: ``paceline explain``, ``compare`` and ``simulate``."""
 
 from __future__ import annotations
 

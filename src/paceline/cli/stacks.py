@@ -1,4 +1,4 @@
-"""``paceline stacks``: print where the processes of a running job are."""
+"""Print the stacks of the processes of a running job: ``paceline stacks``."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def stacks(
 ) -> None:
     """Print the Python stack of each rank and server of a running job, grouped by equal stacks.
 
-    Each group also has the operation in which its processes wait. With an address and the job's token, the processes of
-    all machines are shown, else those of this machine.
+    Each group also has the operation in which its processes wait. With an address and the job's token, the command
+    shows the processes of all machines, otherwise the processes of this machine.
 
     Example: paceline stacks
 

@@ -1,4 +1,4 @@
-"""``paceline top``."""
+"""Show a running command: ``paceline top``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def top(
 ) -> None:
     """Show the figures of a running command in the terminal, until the command ends or Ctrl-C.
 
-    The command is paceline run, train or scheduler with --dashboard PORT. It prints the address.
+    The command is paceline run, train or scheduler with --dashboard. It prints the address.
+
     Example: paceline top 'http://127.0.0.1:8800/?token=...'
     """
     from rich.console import Console

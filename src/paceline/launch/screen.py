@@ -83,7 +83,7 @@ class Screen:
     """Writes complete lines to standard output and standard error of this process."""
 
     def __init__(self, name_of: Callable[[int], str] | None) -> None:
-        """`name_of` returns the label of a process by its number; None: lines have no labels."""
+        """`name_of` returns the label of a process with a number. If it is None, lines have no labels."""
         self._outputs = (sys.stdout, sys.stderr)
         self._name_of = name_of
         self._coloured = tuple(_is_coloured(output) for output in self._outputs)

@@ -1,6 +1,6 @@
-"""The recent figures of a run, for people: the dashboard, ``paceline top`` and the report show them.
+"""Compute the figures of a run for the dashboard, ``paceline top`` and the report.
 
-They are derived from the metrics: rates over the last seconds, and series over the whole run.
+The figures come from the metrics: rates over the last seconds, and series over the whole run.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RunHistory(MetricSink):
             self._add_point(round(time_s - self._start_s, 1), state)
 
     def _end(self, samples: Samples, seconds: float) -> None:
-        """Set the figures of the whole run. Rates are those of the time in the training loop, if it is known."""
+        """Set the figures of the whole run. If the time in the training loop is known, rates refer to this time."""
         in_loop: dict[str, float] = {}
         for (rank, _), value in Rates({}, samples, 1.0).values("paceline_step_phase_seconds_total").items():
             in_loop[rank] = in_loop.get(rank, 0.0) + value
@@ -174,7 +174,7 @@ def _first_rate(rates: Rates, *names: str) -> float:
 
 
 def _find_loss(samples: Samples) -> Value | None:
-    """Return the loss of the training, or the mean over the ranks of the reported number ``loss``."""
+    """Return the loss of the training, or else the mean of the number ``loss`` that the ranks report."""
     loss = samples.get("paceline_training_loss", {}).get(())
     if loss is not None:
         return loss
@@ -228,7 +228,7 @@ def _describe_servers(samples: Samples, rates: Rates) -> list[dict[str, Any]]:
 
 
 def _describe_waits(rates: Rates) -> list[dict[str, Any]]:
-    """Return the ranks that others wait for, with the seconds per second that each other rank waits, longest first."""
+    """Return the ranks for which others wait, longest first, with the waiting of each other rank per second."""
     waits: dict[str, dict[str, float]] = {}
     for (rank, last), seconds in rates.values("paceline_wait_seconds_total").items():
         if seconds > 0:

@@ -182,7 +182,7 @@ def is_valid(name: str, labels: Labels, value: Value, *, without_rank: bool = Fa
 
 
 def bucket_counts(histogram: list[float], bounds: tuple[float, ...]) -> list[float]:
-    """Return the buckets of a histogram that has a count for each whole number from 0 up."""
+    """Return the counts of the buckets. `histogram` has a count for each whole number from 0 up."""
     counts = [0.0] * (len(bounds) + 1)
     for number, count in enumerate(histogram):
         counts[bisect_left(bounds, number)] += count

@@ -1,6 +1,6 @@
-"""Show the progress of a training or of other long work as one live line of a terminal.
+"""Show the progress of a training, or of other long work, as one live line of a terminal.
 
-A training that has no terminal prints plain lines at intervals.
+Without a terminal, a training prints plain lines at intervals.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _ProgressLine(Closing):
 
     @abstractmethod
     def parts(self) -> list[tuple[int, str]]:
-        """Return the parts of the line in order, each with a rank. A narrow line drops high ranks first."""
+        """Return the parts of the line in order, each after a number. A narrow line drops the largest numbers first."""
 
     def remaining(self) -> list[tuple[int, str]]:
         """Return the remaining time, if it can be computed, and otherwise the time since the start."""
@@ -186,7 +186,7 @@ class WorkProgress(_ProgressLine):
         self._hide()
 
     def update(self, done: float, *, fraction: float | None = None, title: str | None = None) -> None:
-        """Set the number of finished units. It costs little time. `fraction` is the finished part, without a total."""
+        """Set the number of finished units. A call takes little time. Without a total, pass the finished `fraction`."""
         self._done, self._fraction = done, fraction
         self._title = self._title if title is None else title
         if self._is_shown and self._clock() - self._start_s >= _DELAY_S:
@@ -277,7 +277,7 @@ class TrainingProgress(_ProgressLine):
         self._hide()
 
     def update(self, snapshot: ProgressSnapshot) -> None:
-        """Show a snapshot. It may be called frequently, because it costs little time."""
+        """Show a snapshot. Frequent calls are allowed, because a call takes little time."""
         with self._lock:
             self._snapshot = snapshot
             if not self._enabled or self._is_live:

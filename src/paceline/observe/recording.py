@@ -70,7 +70,7 @@ class Recorder:
         """Records the steps for the timeline; None without one."""
 
     def begin_step(self) -> None:
-        """Begin an iteration of the training loop with the phase ``data``. This ends the iteration before."""
+        """End the current iteration of the training loop, and begin the next one with the phase ``data``."""
         with self._lock:
             self._thread = threading.get_ident()
             time_s = self._switch("data")
@@ -103,7 +103,7 @@ class Recorder:
             self.spans.end_loop()
 
     def enter(self, phase: str, *, after: str | None = None) -> str | None:
-        """Count the time from now on for `phase`, and return the phase before; None outside of the training loop.
+        """Count the time from now on for `phase`. Return the former phase; None outside of the training loop.
 
         Calls of other threads are ignored, except in the phase `after`, in which the loop waits for these threads.
         """
@@ -291,10 +291,10 @@ class _Phase:
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Return a context that counts as this phase of the training loop. The phase before continues after it."""
+    """Return a context whose time counts for a phase of the training loop. Then the former phase continues."""
     return _NOT_RECORDED if recorder is None else _Phase(recorder, name)
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Return a context in which the training loop waits for messages."""
+    """Return a context for waiting: its time counts for the phase ``communication``."""
     return phase("communication")

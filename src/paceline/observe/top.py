@@ -1,4 +1,4 @@
-"""``paceline top``: the figures of a running command in the terminal, from the server of its dashboard."""
+"""Show the figures of a running command in the terminal. ``paceline top`` requests them from the dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small HTTP server for the figures of a run. It only answers GET requests, and has no effect on the run."""
+"""Serve the figures of a run by HTTP. The server only answers GET requests, which do not affect the run."""
 
 from __future__ import annotations
 

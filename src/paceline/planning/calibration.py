@@ -1,7 +1,7 @@
 """Measure the costs of this machine: collectives, sockets, and the strategies' own work. The results are stored.
 
 Each strategy trains synthetic perceptrons, one of them with an embedding. The costs per step, per parameter, per byte
-and per row are those for which the prediction equals the measurement.
+and per row are fitted, so that the predictions equal the measurements.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ def _measure_strategies(machine: Machine, show: Callable[[str], None]) -> Machin
 
 
 def fit_cost(machine: Machine, name: str, profiles: dict[str, ModelProfile], steps_s: dict[str, float]) -> Machine:
-    """Return the machine with the costs of a strategy for which predictions equal the measured steps.
+    """Return the machine with the fitted costs of a strategy, for which predictions equal the measured steps.
 
-    The keys of `profiles` and `steps_s` are the models ``few``, ``many``, ``large`` and ``rows``. A cost is 0 if the
-    prediction without it is too long, and without a measurement. Pure.
+    The keys of `profiles` and `steps_s` are the models ``few``, ``many``, ``large`` and ``rows``. A cost is 0 if its
+    model was not measured, or if the prediction is too long even without this cost. Pure.
     """
     candidate, shape = _CANDIDATES[name], ClusterShape(ranks_per_node=machine.ranks_per_node)
 

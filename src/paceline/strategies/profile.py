@@ -36,7 +36,7 @@ _OUTLIER: Final = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """The cost of one layer in a step: of a module that has parameters of its own."""
+    """The cost of one layer in a step. A layer is a module with parameters of its own."""
 
     name: str
     forward_s: float
@@ -110,7 +110,7 @@ class ModelProfile:
 
     @property
     def sparse_rows(self) -> int:
-        """Rows that a step looks up in embeddings with sparse gradients."""
+        """The rows of a step in embeddings with sparse gradients."""
         return sum(layer.touched_rows for layer in self.layers if layer.row_bytes)
 
     @property
@@ -156,7 +156,7 @@ class StepRecord:
     """The mean staleness of all ranks' pushes to the servers, in pushes; None on other ranks than rank 0."""
 
     def reached(self, target: float) -> int | None:
-        """Return the number of the first step after which the latest loss is at most `target`; None without one."""
+        """Return the number of the first step after which the latest loss is at most `target`; None if it is larger."""
         numbers = range(1, len(self.losses) + 1)
         return next((number for number in numbers if latest_loss(self.losses[:number]) <= target), None)
 
@@ -174,7 +174,7 @@ def latest_loss(losses: Sequence[float | None]) -> float:
 
 
 def write_record(path: Path, record: ModelProfile | StepRecord) -> None:
-    """Write a record as JSON; a reader never finds a part of a file."""
+    """Write a record as JSON. A reader never finds an incomplete file."""
     with replacing(path) as aside:
         aside.write_bytes(msgspec.json.encode(record))
 

@@ -229,7 +229,7 @@ def print_stall_soon(reason: str) -> None:
 
 
 def _is_due(folder: Path) -> bool:
-    """Return whether no process of the job has printed the stacks in the last minute; the caller then prints them."""
+    """Return whether no process of the job has printed stacks in the last minute. If so, record the current time."""
     with open(folder / "printed", "a+") as printed:
         fcntl.flock(printed, fcntl.LOCK_EX)
         printed.seek(0)

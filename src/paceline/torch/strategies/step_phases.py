@@ -34,7 +34,7 @@ class StepPhases:
     """
 
     def __init__(self, recorder: Recorder, is_exchange: Callable[[], bool] = lambda: False) -> None:
-        """Record all later calls of ``torch.autograd.backward``, which ``loss.backward()`` calls too."""
+        """Record all later backwards of the program."""
         self._recorder = recorder
         settings = environment()
         if recorder.spans is not None and recorder.spans.profile is None and settings.job_dir is not None:
@@ -75,9 +75,9 @@ class StepPhases:
 
 
 def watch_backward(begin: Callable[[Any], object], end: Callable[[], object]) -> Callable[[], None]:
-    """Call ``begin(tensors)`` before each backward of the program, and ``end()`` after it, until the result is called.
+    """Call ``begin(tensors)`` before each backward of the program, and ``end()`` after it.
 
-    A hook of the model and its output would take ten times as long.
+    Return a function that ends this. A hook of the model and its output would take ten times as long.
     """
     original: Callable[..., None] = torch.autograd.backward
 

@@ -1,4 +1,4 @@
-"""Measure how much longer a step takes if its batch is divided into microbatches, as a pipeline does."""
+"""Measure the additional time of a step whose batch is divided into microbatches, as in a pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONG_S: Final = 1.0
 
 
 class MicrobatchTimes:
-    """Holds the arguments of a model's last call, and measures the model with parts of them."""
+    """Stores the arguments of the model's last call, and runs the model on parts of these arguments."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

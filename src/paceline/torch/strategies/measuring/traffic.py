@@ -19,7 +19,7 @@ _BYTES: Final = "paceline_collective_bytes_total"
 
 
 class TrafficCounter:
-    """Counts from its creation on: this rank's bytes, and on rank 0 the staleness of all ranks' pushes."""
+    """Counts the bytes of this rank and, on rank 0, the staleness of all ranks' pushes. Starts at its creation."""
 
     def __init__(self, rank: int, world_size: int, clients: Sequence[Client]) -> None:
         """`clients` are the connections to servers."""
@@ -36,7 +36,7 @@ class TrafficCounter:
         return self._count_bytes() - self._bytes_before
 
     def staleness(self) -> float | None:
-        """Return the mean staleness in pushes; None without pushes to open servers, and on other ranks than rank 0."""
+        """Return the mean staleness in pushes; None without pushes, after the end of the servers, and on other ranks."""
         if any(client.servers.is_closed for client in self._clients):
             return None
         counts = self._histogram() - self._staleness_before
