@@ -158,7 +158,10 @@ def all_reduce_s(num_bytes: float, nodes: int, link: NodeLink) -> float:
 
 @functools.cache
 def _evaluate(nodes: int, exponent: int) -> float:
-    """Return the time of the fastest all-reduce in latencies, for data whose transfer takes 2^exponent latencies."""
+    """Return the time of the fastest all-reduce, as a multiple of the latency.
+
+    The transfer of the data takes 2^exponent latencies.
+    """
     num_bytes, times = 1 << 30, list[float]()
     cost = LinkCost(1.0, 2.0**exponent / num_bytes)
     for algorithm in ALGORITHMS["all_reduce"].values():

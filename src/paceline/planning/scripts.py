@@ -204,7 +204,7 @@ def check_options(options: ScriptOptions) -> tuple[MeasuredCommand, int]:
 
 
 def mean_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
-    """Return a profile with the mean times of equal processes, and the steps of all, without outliers and drift."""
+    """Return a profile with the mean times of equal processes, and all their steps without outliers and drift."""
     first = profiles[0]
     layers: list[LayerProfile] = []
     for same in zip(*(profile.layers for profile in profiles), strict=True):

@@ -339,7 +339,7 @@ def simulate_hybrid(profile: ModelProfile, shape: ClusterShape, machine: Machine
 
 
 def units_of(layers: Sequence[LayerProfile]) -> list[int]:
-    """Return the numbers of the layers that are gathered alone under ``sharded``: those with 65,536 parameters."""
+    """Return the numbers of the layers that are gathered alone under ``sharded``: at least 65,536 parameters."""
     return [number for number, layer in enumerate(layers) if layer.parameter_bytes >= UNIT_BYTES]
 
 

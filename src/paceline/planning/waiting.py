@@ -20,7 +20,7 @@ _AROUND: Final = 5
 
 
 def without_drift(steps_s: Sequence[float]) -> list[float]:
-    """Return durations with the same mean, without slow changes, which all ranks of a machine have in common.
+    """Return the durations without slow changes, which all ranks of a machine have in common. The mean does not change.
 
     Each duration is divided by the median of the steps around it.
     """

@@ -164,7 +164,7 @@ def read_processes(folder: Path) -> list[WatchedProcess]:
 
 
 def write_process(folder: Path, process: WatchedProcess, *, keeps_existing: bool = False) -> None:
-    """Add a process to a job's folder. With `keeps_existing`, do not replace the description of the process itself."""
+    """Add a process to a job's folder. With `keeps_existing`, do not replace its own description."""
     path, content = process.path(folder, ".json"), msgspec.json.encode(process)
     if keeps_existing:
         temporary = path.with_suffix(".added")

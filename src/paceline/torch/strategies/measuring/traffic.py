@@ -36,7 +36,7 @@ class TrafficCounter:
         return self._count_bytes() - self._bytes_before
 
     def staleness(self) -> float | None:
-        """Return the mean staleness in pushes; None without pushes, after the end of the servers, and on other ranks."""
+        """Return the mean staleness in pushes; None without pushes, without open servers, and on other ranks."""
         if any(client.servers.is_closed for client in self._clients):
             return None
         counts = self._histogram() - self._staleness_before
