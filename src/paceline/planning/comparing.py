@@ -141,6 +141,7 @@ def tables_of(comparisons: Sequence[StepComparison], target: float | None) -> li
     end_s = min(comparison.records[0].ends_s[-1] for comparison in comparisons)
     examples = min(len(comparison.records[0].ends_s) * comparison.batch_size for comparison in comparisons)
     labels = [comparison.prediction.candidate.label for comparison in comparisons]
+    errors = [abs(comparison.error) for comparison in comparisons]
     steps = PageTable(
         title="Prediction and measurement",
         columns=["strategy", "predicted\nms", "measured\nms", "error", "examples\n/s", "staleness", "bytes\n/step"],
@@ -156,9 +157,10 @@ def tables_of(comparisons: Sequence[StepComparison], target: float | None) -> li
             ]
             for label, comparison in zip(labels, comparisons, strict=True)
         ],
-        note=_describe_errors(comparisons),
+        note=f"median error of the predictions {statistics.median(errors):.0%}, worst {max(errors):.0%}",
     )
-    if not any(comparison.losses() for comparison in comparisons):
+    known = [loss for comparison in comparisons for loss in comparison.losses()]
+    if not known:
         return [steps]
     columns = ["strategy", f"at\n{end_s:.2g} s", f"at {format_count(examples)}\nexamples", "at the\nend"]
     rows = [
@@ -170,25 +172,22 @@ def tables_of(comparisons: Sequence[StepComparison], target: float | None) -> li
         for row, comparison in zip(rows, comparisons, strict=True):
             reached = comparison.reached(target)
             row += ["-", "-"] if reached is None else [f"{reached[0]:.2f}", f"{reached[1]:,}"]
-    return [steps, PageTable(title="Loss", columns=columns, rows=rows)]
+    for row, comparison in zip(rows, comparisons, strict=True):
+        row.append(draw_curve(comparison.losses(), min(known), max(known)))
+    note = f"losses are means of the last tenth of the steps; bars from {min(known):.3g} to {max(known):.3g}"
+    return [steps, PageTable(title="Loss", columns=[*columns, "by step"], rows=rows, note=note)]
 
 
 def show_comparisons(console: Console, comparisons: Sequence[StepComparison], target: float | None) -> None:
-    """Print the tables, and a curve of the loss under each strategy."""
-    known = [loss for comparison in comparisons for loss in comparison.losses()]
+    """Print the tables, with a curve of the loss under each strategy."""
     for page in tables_of(comparisons, target):
-        is_loss = page.title == "Loss"
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for number, name in enumerate([*page.columns, *(["by step"] if is_loss else [])]):
+        for number, name in enumerate(page.columns):
             table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
-        for row, comparison in zip(page.rows, comparisons, strict=True):
-            table.add_row(*row, *([draw_curve(comparison.losses(), min(known), max(known))] if is_loss else []))
-        if is_loss:
-            console.print(
-                f"\nloss, mean of the last tenth of the steps; bars from {min(known):.3g} to {max(known):.3g}"
-            )
+        for row in page.rows:
+            table.add_row(*row)
         console.print(table)
-    console.print(f"\n{_describe_errors(comparisons)}")
+        console.print(f"{page.note}\n")
 
 
 def page_of(comparisons: Sequence[StepComparison], target: float | None) -> list[Plot | PageTable]:
@@ -222,11 +221,6 @@ def _loss_series(comparison: StepComparison, number: int, *, is_time: bool) -> S
 def _bounds(count: int, parts: int) -> list[tuple[int, int]]:
     bounds = [round(count * part / parts) for part in range(parts + 1)]
     return [(begin, end) for begin, end in itertools.pairwise(bounds) if end > begin]
-
-
-def _describe_errors(comparisons: Sequence[StepComparison]) -> str:
-    errors = [abs(comparison.error) for comparison in comparisons]
-    return f"median error of the predictions {statistics.median(errors):.0%}, worst {max(errors):.0%}"
 
 
 def draw_curve(values: Sequence[float], low: float, high: float) -> str:
