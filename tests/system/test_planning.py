@@ -118,7 +118,9 @@ def test_compare_and_explain(commands: Commands) -> None:
     assert "Loss against time" in (commands.folder / "page.html").read_text()
     link = ["--nodes", "4", "--link", "1Gbit", "--latency", "20us"]
     of_nodes = commands.succeed("explain", "--json", *link, "train.py", "100").json
-    assert of_nodes["link"] == pytest.approx({"bytes_per_s": 1.25e8 * PAYLOAD, "latency_s": 2e-5})
+    assert of_nodes["link"] == pytest.approx(
+        {"bytes_per_s": 1.25e8 * PAYLOAD, "latency_s": 2e-5, "processor_s_per_byte": 0.0}
+    )
     assert {line["measured_s"] for line in of_nodes["strategies"]} == {None}
     assert {(line["strategy"], line["separate_servers"]) for line in of_nodes["strategies"]} > {
         ("parameter-server:bounded:4", True),
