@@ -51,12 +51,12 @@ def clock() -> Clock:
 
 
 def run_for(clock: Clock, seconds: int, **options: int) -> RunHistory:
-    history = RunHistory("paceline run train.py", clock=clock)
-    history.collector = Collector(clock=clock)
+    collector = Collector(clock=clock)
+    history = RunHistory("paceline run train.py", collector, clock=clock)
     for second in range(1, seconds + 1):
         clock.time_s += 1.0
         history.write(samples_at(second, **options), is_last=False)
-    history.collector.add_event("an event")
+    collector.add_event("an event")
     return history
 
 
