@@ -51,6 +51,7 @@ def test_a_broken_duplicate_filter_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert any("(exactly once)" in violation or "(reads)" in violation for violation in violations(8))
 
 
+@pytest.mark.thorough
 def test_a_fill_without_a_filter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     adopt = Delivery.adopt
     monkeypatch.setattr(Delivery, "adopt", lambda delivery, buckets, state: adopt(delivery, buckets, ()))

@@ -92,7 +92,7 @@ def test_a_stopped_rank_is_lost_and_ends_when_it_continues(ranks: Ranks) -> None
     assert coordinator.wait(PROMPT_S).status == 0
 
 
-@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_ranks_end_with_the_coordinator(ranks: Ranks, *, is_killed: bool) -> None:
     coordinator = ranks.start_coordinator("--min-ranks", "2")
     for incarnation in range(2):

@@ -105,6 +105,7 @@ def test_charlm(paceline: Commands, run_alone: Any, real_data: Path, capsys: pyt
     assert found["loss"] == pytest.approx(alone["loss"], abs=0.02)
 
 
+@pytest.mark.thorough
 def test_mesh(paceline: Commands) -> None:
     paceline.environment[RANKS] = "torch"
     finished = paceline.succeed("run", "--nproc-per-node", "4", EXAMPLES / "mesh.py", "--steps", "20", "--width", "8")

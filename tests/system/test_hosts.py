@@ -1,4 +1,7 @@
-"""``paceline run --hosts`` over a real ``sshd``. The tests are skipped unless it is installed."""
+"""``paceline run --hosts`` over a real ``sshd``. The tests are skipped unless it is installed.
+
+``test_engines.py`` also uses a real ``sshd``, and ``tests/unit/launch/test_ssh.py`` runs the command with a fake one.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +54,8 @@ def commands(paceline: Commands, tmp_path_factory: pytest.TempPathFactory) -> It
 _SERVERS = ["--strategy", "parameter-server", "--servers", "2"]
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        pytest.param([], "train.py", marks=pytest.mark.thorough),
-        pytest.param(_SERVERS, "train.py", marks=pytest.mark.thorough),
-        ([], "connect.py"),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("words", "name"), [([], "train.py"), (_SERVERS, "train.py"), ([], "connect.py")])
 def test_training_on_two_hosts(commands: Commands, words: list[str], name: str) -> None:
     finished = commands.start("run", "--hosts", "a:2,b:1", *words, name).wait(300)
     assert finished.status == 0, finished

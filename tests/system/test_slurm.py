@@ -1,4 +1,7 @@
-"""``paceline run`` on a real Slurm of four virtual nodes. The tests are skipped unless Slurm is installed."""
+"""``paceline run`` on a real Slurm of four virtual nodes. The tests are skipped unless Slurm is installed.
+
+``test_engines.py`` also uses a real Slurm, and ``tests/unit/launch/test_slurm.py`` runs the command with a fake one.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,8 @@ def test_srun_needs_no_options(commands: Commands) -> None:
     assert len({place["PACELINE_TOKEN"] for place in found}) == 1
 
 
-@pytest.mark.parametrize("name", ["connect.py", pytest.param("train.py", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["connect.py", "train.py"])
 def test_a_job_with_a_step_of_servers(commands: Commands, name: str) -> None:
     words = ["--strategy", "parameter-server", "--servers", "2"]
     finished = commands.start("run", "--on", "slurm", "--nodes", "2", *words, name).wait(300)

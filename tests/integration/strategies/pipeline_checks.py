@@ -180,7 +180,7 @@ def thorough_every_schedule_equals_one_process(rank: int, size: int) -> None:
         expect_equal(plain_loop, batches_of([8, 8, 8, 7, 3]), schedule=schedule, microbatches=4)
 
 
-def check_steps_of_adam(rank: int, size: int) -> None:
+def thorough_steps_of_adam(rank: int, size: int) -> None:
     expect_equal(plain_loop, batches_of([8] * 5), schedule="1f1b", microbatches=4, kind="adam")
 
 
