@@ -4,9 +4,9 @@ On one host there are two algorithms: ``shared`` copies data through a segment o
 large all-reduces only) reads the arrays in the other ranks' memory. Which algorithm is faster depends on the distance
 of the processor cores, so the ranks time both algorithms once.
 
-Between hosts the tuner chooses the schedule with the shortest predicted time. A message of n bytes is predicted to take
-α + nβ, and its reduction nγ. At the first call the ranks measure α, β and γ in 10 ms to 1 s. All ranks use the values
-of the slowest rank, so that their choices are equal.
+Between hosts the tuner chooses the schedule with the shortest predicted time, or the ring if it is close. A message of
+n bytes is predicted to take α + nβ, and its reduction nγ. At the first call the ranks measure α, β and γ in 10 ms to
+1 s. All ranks use the values of the slowest rank, so that their choices are equal.
 
 If some ranks know the values from an earlier group (:meth:`Tuner.reuse`), all ranks use these, and measure nothing.
 """
@@ -26,7 +26,7 @@ from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.engine import Area, Engine, Order, Reduction
 from paceline.collectives.network.blocks import Blocks
 from paceline.collectives.network.engine import COMBINER, NetworkEngine, num_pieces
-from paceline.collectives.schedules import ALGORITHMS, LinkCost, Receive, Schedule, Send, predict
+from paceline.collectives.schedules import ALGORITHMS, LinkCost, Receive, Schedule, Send, fastest, predict
 from paceline.collectives.shared.engine import DIRECT_BYTES, SharedMemory
 from paceline.errors import UsageError
 from paceline.kernels import combine
@@ -186,7 +186,7 @@ class Tuner:
             return forced, "set by PACELINE_ALGORITHM or the caller"
         if self.model is None and len(self._names(operation)) > 1:
             return None, "the first call measures the links, then chooses"
-        return self._choose_schedule(operation, num_bytes), "the shortest predicted time"
+        return self._choose_schedule(operation, num_bytes), "the shortest predicted time, or the ring if it is close"
 
     def _forced_schedule(self, operation: str) -> str | None:
         known = ALGORITHMS[operation].get(self.forced or "")
@@ -242,7 +242,7 @@ class Tuner:
         key = (operation, num_bytes.bit_length())
         found = self._chosen.get(key)
         if found is None:
-            found = min(names, key=lambda name: self.predict(operation, name, num_bytes))
+            found = fastest({name: self.predict(operation, name, num_bytes) for name in names})
             self._chosen[key] = found
         return found
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from paceline.collectives.schedules import ALGORITHMS, LinkCost, predict
+from paceline.collectives.schedules import ALGORITHMS, LinkCost, fastest, predict
 from paceline.errors import UsageError
 
 _SPEED: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(?:bit|bps)(?:/s)?", re.IGNORECASE)
@@ -162,13 +162,13 @@ def _evaluate(nodes: int, exponent: int) -> float:
 
     The transfer of the data takes 2^exponent latencies.
     """
-    num_bytes, times = 1 << 30, list[float]()
+    num_bytes, times = 1 << 30, dict[str, float]()
     cost = LinkCost(1.0, 2.0**exponent / num_bytes)
-    for algorithm in ALGORITHMS["all_reduce"].values():
+    for name, algorithm in ALGORITHMS["all_reduce"].items():
         if algorithm.supports(nodes) and not algorithm.hierarchical:
             schedules = algorithm.schedules(nodes, pieces=_PIECES if algorithm.pipelined else 1)
-            times.append(predict(schedules, num_bytes // max(schedules[0].num_blocks, 1), cost))
-    return min(times)
+            times[name] = predict(schedules, num_bytes // max(schedules[0].num_blocks, 1), cost)
+    return times[fastest(times)]
 
 
 def _closed_all_reduce_s(num_bytes: float, nodes: int, link: NodeLink) -> float:

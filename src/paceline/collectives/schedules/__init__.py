@@ -10,7 +10,7 @@ table of all algorithms. The package is pure: it uses no I/O, clock or array, an
 """
 
 from paceline.collectives.schedules.base import Action, Copy, Receive, Round, Schedule, ScheduleError, Send, Spans
-from paceline.collectives.schedules.evaluator import LinkCost, predict
+from paceline.collectives.schedules.evaluator import LinkCost, fastest, predict
 from paceline.collectives.schedules.registry import ALGORITHMS, Algorithm
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "ScheduleError",
     "Send",
     "Spans",
+    "fastest",
     "predict",
 ]

@@ -19,6 +19,7 @@ from paceline.collectives.schedules import (
     Schedule,
     ScheduleError,
     Send,
+    fastest,
     predict,
 )
 
@@ -210,3 +211,9 @@ def test_predictions_are_reproducible_and_longer_vectors_take_longer(algorithm: 
     assert short == again
     assert 0 < short < sys.float_info.max
     assert long > short or algorithm.collective == "barrier"
+
+
+@pytest.mark.parametrize(("ring_s", "chosen"), [(1.0, "ring"), (1.09, "ring"), (1.11, "central"), (None, "central")])
+def test_the_ring_is_chosen_if_it_is_close(ring_s: float | None, chosen: str) -> None:
+    times_s = {"central": 1.0, "bruck": 2.0} | ({} if ring_s is None else {"ring": ring_s})
+    assert fastest(times_s) == chosen
