@@ -17,7 +17,7 @@ _NO_STEP: Final = np.iinfo(np.int64).max
 
 
 class ProgramCopies:
-    """The copies of a program. Each has a folder with a file that has the number of its last step."""
+    """The copies of a program. Each copy writes the number of its last step to a file in its own folder."""
 
     def __init__(self, directory: Path) -> None:
         """Wait until the copies in the neighbouring folders have reached their training loops, too."""
@@ -25,10 +25,10 @@ class ProgramCopies:
         (directory / STARTED).touch()
         folders = [*directory.parent.iterdir()]
         deadline = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline and not all((each / STARTED).exists() for each in folders):
+        while time.monotonic() < deadline and not all((folder / STARTED).exists() for folder in folders):
             time.sleep(_POLL_S)
         self._own = np.memmap(directory / _STEPS, np.int64, "r+")
-        self._all = [np.memmap(each / _STEPS, np.int64, "r") for each in folders if (each / STARTED).exists()]
+        self._all = [np.memmap(folder / _STEPS, np.int64, "r") for folder in folders if (folder / STARTED).exists()]
 
     def wait(self) -> None:
         """Wait until all copies have ended the same step. A copy that is 30 s late is not waited for again."""
@@ -36,7 +36,7 @@ class ProgramCopies:
         deadline = time.monotonic() + _PATIENCE_S
         while late := [steps for steps in self._all if steps[0] < self._own[0]]:
             if time.monotonic() > deadline:
-                self._all = [steps for steps in self._all if not any(steps is each for each in late)]
+                self._all = [steps for steps in self._all if not any(steps is other for other in late)]
             time.sleep(0)  # another process may use the core
 
     def end(self) -> None:
