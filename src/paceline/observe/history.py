@@ -8,11 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from typing_extensions import override
 
+from paceline.errors import name_ranks
 from paceline.observe.collector import SILENT_S, Collector, MetricSink
 from paceline.observe.metrics import PHASES, Labels, Samples, Value
 
@@ -139,10 +140,12 @@ def describe(samples: Samples, rates: Rates) -> dict[str, Any]:
     """Return the figures of one moment, without the history."""
     ranks, servers = _describe_ranks(samples, rates), _describe_servers(samples, rates)
     communication = [rank["phases"].get("communication", 0.0) for rank in ranks if rank["phases"]]
+    examples = _total(samples, "paceline_training_examples_total", "paceline_examples_total")
+    stuck = _find_stuck(ranks) if examples else []
     staleness = rates.values("paceline_staleness_pushes", means=True)
     known = [value for value in staleness.values() if value == value]
     return {
-        "examples": _total(samples, "paceline_training_examples_total", "paceline_examples_total"),
+        "examples": examples,
         "examples_per_s": _first_rate(rates, "paceline_training_examples_total", "paceline_examples_total"),
         "loss": _find_loss(samples),
         "done": samples.get("paceline_training_done_ratio", {}).get(()),
@@ -157,6 +160,8 @@ def describe(samples: Samples, rates: Rates) -> dict[str, Any]:
         "ranks": ranks,
         "servers": servers,
         "waited_for": _describe_waits(rates),
+        "stuck_ranks": stuck,
+        "alarm": f"no progress: the other ranks wait for {name_ranks(stuck)}. Run paceline stacks" if stuck else None,
     }
 
 
@@ -206,6 +211,13 @@ def _describe_ranks(samples: Samples, rates: Rates) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _find_stuck(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the ranks for which all others wait, if no rank makes progress."""
+    stuck = [rank["rank"] for rank in ranks if rank["phases"].get("communication", 0.0) <= 0.95]
+    has_progress = any(rank["examples_per_s"] for rank in ranks)
+    return [] if has_progress or 2 * len(stuck) >= len(ranks) else stuck
 
 
 def _describe_servers(samples: Samples, rates: Rates) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ _FILLS: Final = {
     "other": ("-", "bright_black"),
 }
 """The character and the color of each phase in a bar."""
-_HEADER_LINES: Final = 9
+_HEADER_LINES: Final = 11
 _EVENTS_SHOWN: Final = 3
 
 _opener = build_opener(ProxyHandler({}))  # no proxy receives the token
@@ -96,6 +96,8 @@ def draw(state: dict[str, Any], width: int, most_ranks: int) -> RenderableType:
         Text(f"{state['title']}", style="bold", overflow="ellipsis", no_wrap=True),
         Text(f"{status} {format_duration(state['seconds'])}{_describe_cluster(state)}"),
     ]
+    if state.get("alarm") and not state["has_ended"]:
+        parts.append(Text(state["alarm"], style="bold red"))
     series = state["series"]
     for name, label, show in (
         ("examples_per_s", "examples", format_rate),
@@ -108,7 +110,7 @@ def draw(state: dict[str, Any], width: int, most_ranks: int) -> RenderableType:
         if any(known):
             parts.append(Text(f"{label:10}{_draw_sparks(known)}  {show(known[-1])}"))
     if state.get("ranks"):
-        parts.append(_draw_ranks(state, width, most_ranks))
+        parts += _draw_ranks(state, width, most_ranks)
     if state.get("servers"):
         parts.append(_draw_servers(state["servers"]))
     for seconds, text in state["events"][-_EVENTS_SHOWN:]:
@@ -133,7 +135,7 @@ def _draw_sparks(values: Sequence[float]) -> str:
     return draw_bars(recent, min(recent), max(recent)).rjust(_SPARK_CELLS)
 
 
-def _draw_ranks(state: dict[str, Any], width: int, most_ranks: int) -> Table:
+def _draw_ranks(state: dict[str, Any], width: int, most_ranks: int) -> list[RenderableType]:
     waited = {entry["rank"]: entry["total"] for entry in state["waited_for"]}
     is_running = not state["has_ended"]
 
@@ -145,9 +147,9 @@ def _draw_ranks(state: dict[str, Any], width: int, most_ranks: int) -> Table:
     table = _start_table("rank", "examples", "step", "waited for", "memory", "seen")
     table.caption = f"{left_out} more ranks" if left_out else None
     phases = [phase for phase in state["phases"] if any(rank["phases"].get(phase, 0) > 0.001 for rank in ranks)]
-    legend = [part for phase in phases for part in (("".join((_FILLS[phase][0], phase[:4])), _FILLS[phase][1]), " ")]
-    if width >= 76:
-        table.add_column(Text.assemble(*legend), no_wrap=True)
+    has_bars = bool(phases) and width >= 76
+    if has_bars:
+        table.add_column("phases", no_wrap=True)
     for rank in sorted(ranks, key=lambda rank: int(rank["rank"])):
         bar = Text()
         for phase in phases:
@@ -162,8 +164,11 @@ def _draw_ranks(state: dict[str, Any], width: int, most_ranks: int) -> Table:
             "" if memory is None else format_bytes(memory),
             Text(f"{seen_s:.0f} s", style="bold red" if seen_s > SILENT_S and is_running else ""),
         ]
-        table.add_row(*cells, *([bar] if width >= 76 else []))
-    return table
+        table.add_row(*cells, *([bar] if has_bars else []))
+    legend = Text.assemble(
+        *(part for phase in phases for part in ((f"{_FILLS[phase][0]} {phase}", _FILLS[phase][1]), "  "))
+    )
+    return [table, legend] if has_bars else [table]
 
 
 def _draw_servers(servers: Sequence[dict[str, Any]]) -> Table:

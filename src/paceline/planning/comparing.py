@@ -162,7 +162,7 @@ def tables_of(comparisons: Sequence[StepComparison], target: float | None) -> li
     known = [loss for comparison in comparisons for loss in comparison.losses()]
     if not known:
         return [steps]
-    columns = ["strategy", f"at\n{end_s:.2g} s", f"at {format_count(examples)}\nexamples", "at the\nend"]
+    columns = ["strategy", f"after\n{end_s:.2g} s", f"{format_count(examples)}\nexamples", "at the\nend"]
     rows = [
         [label, *map(_number, (line.loss_at(end_s), line.loss_at(examples=examples), line.loss_at()))]
         for label, line in zip(labels, comparisons, strict=True)

@@ -169,7 +169,7 @@ def test_chromium_draws_the_page(tmp_path: Path) -> None:
         "silent_s": 5.0, "members": {"servers": 1, "workers": 2},
         "epoch": 2, "failovers": 1, "ranks": ranks, "events": [[3.0, "an event"]],
         "servers": [{"server": 0, "rows": 12345, "memory_bytes": 1e6, "bytes_per_s": 1e3, "held": 0}],
-        "waited_for": [{"rank": 1, "waits": {"0": 0.5}, "total": 0.5}],
+        "waited_for": [{"rank": 1, "waits": {"0": 0.5}, "total": 0.5}], "stuck_ranks": [], "alarm": None,
     }  # fmt: skip
     page = tmp_path / "page.html"
     page.write_bytes(make_report(state))
@@ -181,9 +181,12 @@ def test_chromium_draws_the_page(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert text in drawn, text
     assert "Staleness" not in drawn  # it has no values
-    for rank, phase in enumerate(("communication", "forward", "communication")):
-        ranks[rank:] = [{**ranks[0], "rank": rank, "examples_per_s": 0.0, "phases": {phase: 1.0}, "last_seen_s": 0.0}]
+    state |= {"stuck_ranks": [0], "alarm": "no progress"}
     page.write_bytes(make_report(state))
-    assert "no progress: the other ranks wait for rank 1. Run paceline stacks</span>" in draw(page)
-    page.write_bytes(make_report({**state, "has_ended": True}))
-    assert "no progress" not in draw(page)
+    stuck = draw(page)
+    assert "no progress</span>" in stuck
+    assert stuck.count("--alarm") == drawn.count("--alarm") + 1
+    page.write_bytes(make_report({**state, "has_ended": True, "examples_per_s": 15.0}))
+    ended = draw(page)
+    assert "no progress" not in ended
+    assert "15 examples/s" in ended

@@ -141,6 +141,35 @@ def test_terminal(clock: Clock) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_terminal_of_80_columns_has_room_for_all_columns(clock: Clock) -> None:
+    state = run_for(clock, 6).state()
+    for rank in state["ranks"]:
+        rank |= {"examples_per_s": 3980.0, "memory_bytes": 446e6, "step_s": 0.0288}
+        rank["phases"] = dict.fromkeys(("data", "forward", "backward", "communication", "optimizer", "other"), 1 / 6)
+    text = shown(state)
+    assert "…" not in text
+    assert "· communication" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_ranks_for_which_all_others_wait_are_named(clock: Clock) -> None:
+    history = run_for(clock, 20, num_ranks=4)
+    assert (history.state()["stuck_ranks"], history.state()["alarm"]) == ([], None)
+    stopped = samples_at(20, num_ranks=4)
+    for second in range(1, 12):
+        clock.time_s += 1.0
+        for rank in "0123":
+            phase = "forward" if rank == "2" else "communication"
+            before = samples_at(20, num_ranks=4)["paceline_step_phase_seconds_total"][rank, phase]
+            assert isinstance(before, float)
+            stopped["paceline_step_phase_seconds_total"][rank, phase] = before + second
+        history.write({name: dict(values) for name, values in stopped.items()}, is_last=False)
+    state = history.state()
+    assert state["stuck_ranks"] == [2]
+    assert "no progress: the other ranks wait for rank 2. Run paceline stacks" in shown(state)
+    assert "no progress" not in shown({**state, "has_ended": True})
+
+
 def test_terminal_with_many_ranks(clock: Clock) -> None:
     state = run_for(clock, 6, num_ranks=200).state()
     state["ranks"][77]["last_seen_s"] = 60.0

@@ -15,6 +15,7 @@ from typing import Any
 from typing_extensions import Self, override
 
 from paceline.closing import Closing
+from paceline.errors import name_ranks
 from paceline.launch.run.blame import (
     RankFailure,
     Tracebacks,
@@ -224,11 +225,9 @@ class RunLoop:
             self._kills_at = signals.since + _SIGNAL_GRACE_S
         if not self._has_noted and time_s >= signals.since + _NOTE_S and self._processes.living():
             self._has_noted = True
-            ranks = ", ".join(str(rank.rank) for rank in self._processes.living())
-            text = (
-                f"paceline run: waiting up to {_SIGNAL_GRACE_S:g} s for rank {ranks} to end. A second signal kills it\n"
-            )
-            self._screen.write_bytes(text.encode(), is_error=True)
+            ranks = name_ranks([rank.rank for rank in self._processes.living()])
+            text = f"waiting up to {_SIGNAL_GRACE_S:g} s for {ranks} to end. A second signal kills all ranks"
+            self._screen.write_bytes(f"paceline run: {text}\n".encode(), is_error=True)
 
     def _finish(self, signals: Signals) -> int:
         if signals.first is not None:
