@@ -56,7 +56,7 @@ def stacks(
     from paceline.observe.stuck.stacks import collect
     from paceline.observe.stuck.torch_files import check_directory, write_torch_files
 
-    if target is not None and not target.isdigit() and (token_file is not None or environment().token):
+    if target is not None and not target.isdecimal() and (token_file is not None or environment().token):
         if flight_recorder is not None:
             raise UsageError(
                 f"--flight-recorder {flight_recorder}: the files are on the machines of the ranks. Run the command "

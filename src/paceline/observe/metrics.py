@@ -198,7 +198,10 @@ def exposition(samples: Samples, accept: str = "") -> tuple[bytes, str]:
     check_prometheus()
     from prometheus_client.exposition import choose_encoder
 
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # a malformed version in the header
+        encode, content_type = choose_encoder("")
     return encode(_Families(samples)), content_type
 
 

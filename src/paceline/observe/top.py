@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from typing import Any, Final
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -17,12 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.decoded_types import register_type
-from paceline.errors import PeerError, UsageError
+from paceline.errors import PeerError, UsageError, printable
 from paceline.observe.collector import SILENT_S
 from paceline.observe.table import draw_bars, format_bytes, format_count, format_duration, format_rate
 
 _EVERY_S: Final = 1.0
 _TIMEOUT_S: Final = 5.0
+_MOST_BYTES: Final = 1 << 26
+_MOST_CHARS: Final = 300
 _MOST_FAILURES: Final = 3
 """After this number of failed requests one after another, the run has ended."""
 _SPARK_CELLS: Final = 24
@@ -39,6 +41,7 @@ _FILLS: Final = {
 """The character and the color of each phase in a bar."""
 _HEADER_LINES: Final = 11
 _EVENTS_SHOWN: Final = 3
+_ALL_RANKS: Final = 1 << 16
 
 _opener = build_opener(ProxyHandler({}))  # no proxy receives the token
 
@@ -48,12 +51,17 @@ def fetch_state(url: str) -> dict[str, Any]:
 
     Raises UsageError for an address without scheme or with a wrong token, and PeerError if no dashboard answers there.
     """
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.netloc:
+    url = printable(url, _MOST_CHARS)
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme == "http" and bool(parts.netloc)
+    except ValueError:  # such as "http://[", an address over IPv6 without an end
+        is_address = False
+    if not is_address:
         raise UsageError(f"{url}: expected the address that --dashboard has printed, http://HOST:PORT/?token=TOKEN")
     try:
         with _opener.open(f"http://{parts.netloc}/state?{parts.query}", timeout=_TIMEOUT_S) as answer:
-            found: dict[str, Any] = msgspec.json.decode(answer.read(), type=register_type(dict[str, Any]))
+            found: dict[str, Any] = msgspec.json.decode(_read(answer), type=register_type(dict[str, Any]))
             return found
     except HTTPError as error:
         error.close()
@@ -65,17 +73,26 @@ def fetch_state(url: str) -> dict[str, Any]:
         raise PeerError(f"no dashboard answers at {url}: {getattr(reason, 'strerror', None) or reason}") from None
 
 
+def _read(answer: HTTPResponse) -> bytes:
+    """Return the content. Raises TimeoutError if it is too long, or does not arrive in time."""
+    content, deadline = bytearray(), time.monotonic() + _TIMEOUT_S
+    while chunk := answer.read1(_MOST_BYTES):
+        content += chunk
+        if len(content) > _MOST_BYTES or time.monotonic() > deadline:
+            raise TimeoutError(f"no complete answer within {_TIMEOUT_S:.0f} s and {_MOST_BYTES >> 20} MiB")
+    return bytes(content)
+
+
 def show_top(url: str, console: Console) -> None:
     """Show the figures until the run ends or Ctrl-C. Without a terminal, print them once."""
     state = fetch_state(url)
     if not console.is_terminal:
-        console.print(draw(state, console.width, most_ranks=1 << 16))
+        console.print(_draw_answer(url, state, console))
         return
     num_failures = 0
     with Live(console=console, screen=False, auto_refresh=False) as live:
         while True:
-            room = console.height - _HEADER_LINES - _EVENTS_SHOWN - len(state.get("servers", ()))
-            live.update(draw(state, console.width, most_ranks=max(room, 3)), refresh=True)
+            live.update(_draw_answer(url, state, console), refresh=True)
             if state["has_ended"]:
                 return
             time.sleep(_EVERY_S)
@@ -84,6 +101,17 @@ def show_top(url: str, console: Console) -> None:
             except PeerError:
                 num_failures += 1
                 state = {**state, "has_ended": num_failures >= _MOST_FAILURES}
+
+
+def _draw_answer(url: str, state: dict[str, Any], console: Console) -> RenderableType:
+    try:
+        room = console.height - _HEADER_LINES - _EVENTS_SHOWN - len(state.get("servers", ()))
+        return draw(state, console.width, most_ranks=max(room, 3) if console.is_terminal else _ALL_RANKS)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise PeerError(
+            f"{printable(url, _MOST_CHARS)}: the answer is not that of a dashboard of this version of Paceline. Pass "
+            "the address that --dashboard has printed"
+        ) from None
 
 
 def draw(state: dict[str, Any], width: int, most_ranks: int) -> RenderableType:

@@ -100,7 +100,11 @@ class _PageHandler(BaseHTTPRequestHandler):
     """Seconds until a silent connection is closed."""
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:  # such as "http://[", an address over IPv6 without an end
+            self.send_error(400)
+            return
         page = self.pages.get(url.path)
         answer = (
             _NOT_FOUND if page is None else page(WebRequest(dict(parse_qsl(url.query)), self.headers["Accept"] or ""))

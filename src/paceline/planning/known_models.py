@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Final
@@ -22,6 +22,8 @@ from paceline.strategies.profile import LayerProfile, ModelProfile, read_record
 _FORWARD_SHARE: Final = 1 / 3
 _QUANTILES: Final = 10_000
 _M: Final = 1_000_000
+_MOST_SECONDS, _MOST_COUNT = 1e6, 1e13
+"""The largest times and sizes in a profile: 11 days, and 10 TB."""
 
 _RESNET50: Final = [(0.01, 118), (0.22, 668), (1.22, 1032), (7.1, 1464), (14.96, 808), (2.05, 2)]
 _RESNET101: Final = [(0.01, 118), (0.22, 668), (1.22, 1032), (26.1, 5180), (14.96, 808), (2.05, 2)]
@@ -80,12 +82,35 @@ def find_model(name: str) -> ModelProfile:
     if name in KNOWN_MODELS:
         return KNOWN_MODELS[name]
     try:
-        return read_record(Path(name), ModelProfile)
+        profile = read_record(Path(name), ModelProfile)
     except OSError:
         raise UsageError(
             f"--model {name}: expected {', '.join(KNOWN_MODELS)}, or the file of a profile. "
             "PACELINE_PROFILE=DIR paceline run SCRIPT writes one to DIR/profile.json"
         ) from None
+    _check_profile(name, profile)
+    return profile
+
+
+def _check_profile(name: str, profile: ModelProfile) -> None:
+    """Raise UsageError for values that no measurement has, such as a negative time."""
+    records = {"": profile} | {f"layers[{number}].": layer for number, layer in enumerate(profile.layers)}
+    for prefix, record in records.items():
+        for field in fields(record):
+            value = getattr(record, field.name)
+            numbers = value if field.name == "steps_s" else (value,)
+            most = _MOST_SECONDS if field.name.endswith("_s") else _MOST_COUNT
+            for number in numbers:
+                if isinstance(number, (int, float)) and not 0 <= number <= most:
+                    raise UsageError(
+                        f"--model {name}: {prefix}{field.name} is {number:g}, but must be from 0 to {most:g}. Measure "
+                        "the script again with PACELINE_PROFILE=DIR paceline run SCRIPT"
+                    )
+    if not profile.steps_s or not profile.batch_size or not min(profile.compute_s, *profile.steps_s) > 0:
+        raise UsageError(
+            f"--model {name}: the profile has no steps, a batch without examples, or steps of 0 s. Measure the script "
+            "again with PACELINE_PROFILE=DIR paceline run SCRIPT"
+        )
 
 
 def varied(step_s: float, variation: float) -> tuple[float, ...]:
@@ -93,9 +118,9 @@ def varied(step_s: float, variation: float) -> tuple[float, ...]:
 
     The tail ends at the last quantile. So the waiting is too short if there are far more ranks than quantiles.
     """
-    if not variation:
+    variance = math.log1p(variation**2)
+    if not variance or not step_s:
         return (step_s,)
-    variance = math.log(1 + variation**2)
     normal = NormalDist(math.log(step_s) - variance / 2, math.sqrt(variance))
     return tuple(math.exp(normal.inv_cdf((number + 0.5) / _QUANTILES)) for number in range(_QUANTILES))
 

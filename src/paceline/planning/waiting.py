@@ -14,6 +14,8 @@ import numpy as np
 
 _ITERATIONS: Final = 400
 _MOST_DRAWS: Final = 4_000_000
+_MOST_RANKS: Final = 100_000
+"""Among so many draws of a few thousand values are already the longest ones."""
 _NOISY: Final = 2.0
 _AROUND: Final = 5
 """Steps on each side."""
@@ -60,7 +62,7 @@ def barrier_s(draws: Sequence[float], ranks: int, tau: int | None) -> float:
         return statistics.fmean(draws)
     if tau == 0:
         return expected_maximum(draws, ranks)
-    random = np.random.default_rng(0)
+    random, ranks = np.random.default_rng(0), min(ranks, _MOST_RANKS)
     iterations = max(min(_ITERATIONS, _MOST_DRAWS // ranks), 10 * (tau + 1))
     values = np.asarray(draws, np.float64)
     finished = np.zeros((iterations + 1, ranks))

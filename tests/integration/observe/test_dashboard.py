@@ -68,6 +68,44 @@ def test_a_dashboard_needs_its_token(capsys: pytest.CaptureFixture[str], monkeyp
         fetch_state(capsys.readouterr().err.split()[-1])
     with pytest.raises(UsageError, match="expected the address"):
         fetch_state("localhost")
+    with pytest.raises(UsageError, match="expected the address"):
+        fetch_state("http://[::1/?token=x")
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        b"GET http://[::1/ HTTP/1.0",
+        b"GET http://[x]/ HTTP/1.0",
+        b"GET /metrics HTTP/1.0\r\nAccept: application/openmetrics-text; version=\x01",
+    ],
+)
+def test_malformed_requests_get_an_answer(capfd: pytest.CaptureFixture[str], request_line: bytes) -> None:
+    with open_outputs("paceline run", metrics="0"):
+        port = int(capfd.readouterr().err.split(":")[-1].partition("/")[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(request_line + b"\r\n\r\n")
+            assert connection.recv(1000).split()[1] in (b"200", b"400")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"has_ended": 1, "seconds": "x", "title": "t"}', '{"has_ended": false, "servers": null}']
+)
+def test_top_rejects_the_answer_of_another_server(content: str) -> None:
+    with WebServer.start("0", "--dashboard") as server:
+        server.routes["/state"] = lambda request: Page(content.encode(), "application/json")
+        for console in (Console(), Console(force_terminal=True)):
+            with pytest.raises(PeerError, match="the answer is not that of a dashboard of this version of Paceline"):
+                show_top(f"{server.address}/?token=x", console)
+
+
+def test_top_does_not_wait_for_an_endless_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.observe.top._MOST_BYTES", 1000)
+    with WebServer.start("0", "--dashboard") as server:
+        server.routes["/state"] = lambda request: Page(b" " * 1001, "application/json")
+        with pytest.raises(PeerError, match="no complete answer within 5 s"):
+            fetch_state(f"{server.address}/?token=x")
 
 
 def test_a_report_is_one_page_with_the_last_figures(tmp_path: Path) -> None:

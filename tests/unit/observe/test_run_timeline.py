@@ -253,7 +253,7 @@ def test_profiled_operators_have_their_own_tracks(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["100", "5:5", "9:5", "a:b", "-1:3", "0:1001", ":"])
+@pytest.mark.parametrize("text", ["100", "5:5", "9:5", "a:b", "-1:3", "0:1001", ":", "²:³"])
 def test_invalid_steps_are_one_sentence(text: str) -> None:
     with pytest.raises(UsageError, match=f"--timeline-steps {text}: expected the first step"):
         parse_steps(text)

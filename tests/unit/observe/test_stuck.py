@@ -177,6 +177,8 @@ def test_bad_targets_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Monkey
         find_jobs(str(os.getpid()))
     with pytest.raises(UsageError, match="no process of a cluster with this scheduler"):
         find_jobs("10.0.0.1:7337")
+    with pytest.raises(UsageError, match="no process of a cluster with this scheduler"):
+        find_jobs("²")  # a digit, but no number
     monkeypatch.setattr("os.getuid", lambda: 12345)
     with pytest.raises(UsageError, match=r"belongs to user .*\. Run the command as this user"):
         find_jobs(str(os.getpid()))

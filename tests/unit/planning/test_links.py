@@ -126,6 +126,10 @@ def test_bounded_delay_lies_between_synchronous_and_asynchronous(ranks: int) -> 
     assert bounded < barrier_s(draws, ranks, 1)
 
 
+def test_very_many_ranks_need_little_memory() -> None:
+    assert barrier_s([1.0, 2.0], 102_400_000, 4) == pytest.approx(2.0, rel=0.2)
+
+
 def test_equal_steps_need_no_waiting() -> None:
     assert [barrier_s([2.0] * 5, 16, tau) for tau in (0, 1, 4, None)] == pytest.approx([2.0] * 4)
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.planning.known_models import KNOWN_MODELS, find_model, varied
 from paceline.planning.options import SimulateOptions
 from paceline.planning.simulating import parse_nodes, simulate, simulation_as_json
-from paceline.strategies.profile import write_record
+from paceline.strategies.profile import LayerProfile, write_record
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,26 @@ def test_profiles_from_files(tmp_path: Path) -> None:
         find_model("lenet")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"between_s": -1.0}, "between_s is -1, but must be from 0 to"),
+        ({"between_s": 1e308}, "between_s is 1e\\+308"),
+        ({"batch_size": 0}, "a batch without examples"),
+        ({"steps_s": ()}, "the profile has no steps"),
+        ({"steps_s": (1.0, -1.0)}, "steps_s is -1"),
+        (
+            {"layers": (LayerProfile(name="a", forward_s=0.1, backward_s=0.1, parameter_bytes=1 << 70),)},
+            r"layers\[0\]\.",
+        ),
+    ],
+)
+def test_impossible_profiles_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_record(tmp_path / "profile.json", replace(KNOWN_MODELS["dlrm"], **changes))
+    with pytest.raises(UsageError, match=message):
+        find_model(str(tmp_path / "profile.json"))
+
+
 def test_variation() -> None:
     """The moments and the median are those of the lognormal distribution."""
     for variation in (0.1, 1.0):
@@ -57,6 +78,8 @@ def test_variation() -> None:
         assert statistics.stdev(draws) == pytest.approx(2.0 * variation, rel=0.02)
         assert statistics.median(draws) == pytest.approx(2.0 / math.sqrt(1 + variation**2), rel=1e-3)
     assert varied(2.0, 0.0) == (2.0,)
+    assert varied(2.0, 1e-12) == pytest.approx([2.0] * len(varied(2.0, 1e-12)))
+    assert varied(2.0, 1e-300) == (2.0,)  # its square is 0
 
 
 def test_more_variation_means_more_waiting() -> None:

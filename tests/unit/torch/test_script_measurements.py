@@ -65,7 +65,7 @@ class Slow(nn.Module):
 
     def forward(self, inputs: Tensor, *, scale: float = 1.0) -> Tensor:
         if len(inputs) < self.smallest:
-            raise ValueError("the batch is too small")
+            raise KeyError("the batch is too small")
         time.sleep(0.005)
         outputs: Tensor = self.layer(inputs) * scale
         return outputs

@@ -25,7 +25,7 @@ _MOST_STEPS: Final = 1000
 def parse_steps(text: str) -> range:
     """Return the steps of ``--timeline-steps``, such as ``100:120``. Raises UsageError."""
     first, colon, stop = text.partition(":")
-    if not (colon and first.isdigit() and stop.isdigit() and int(first) < int(stop) <= int(first) + _MOST_STEPS):
+    if not (colon and first.isdecimal() and stop.isdecimal() and int(first) < int(stop) <= int(first) + _MOST_STEPS):
         raise UsageError(
             f"--timeline-steps {text}: expected the first step and the step after the last, as in 100:120, and at most "
             f"{_MOST_STEPS} steps"

@@ -102,7 +102,7 @@ def find_jobs(target: str | None) -> list[FoundJob]:
     `target` is the id of a process or the address of a scheduler. Raises UsageError if it belongs to no job of this
     user, and PacelineError if no job runs.
     """
-    if target is not None and target.isdigit():
+    if target is not None and target.isdecimal():
         return _jobs_of_process(int(target))
     jobs = _merge(_running(os.getuid(), {tempfile.gettempdir()}))
     if target is None:
