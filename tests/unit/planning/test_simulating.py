@@ -53,8 +53,8 @@ def test_profiles_from_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"between_s": -1.0}, "between_s is -1, but must be from 0 to"),
-        ({"between_s": 1e308}, "between_s is 1e\\+308"),
+        ({"update_s": -1.0}, "update_s is -1, but must be from 0 to"),
+        ({"update_s": 1e308}, "update_s is 1e\\+308"),
         ({"batch_size": 0}, "a batch without examples"),
         ({"steps_s": ()}, "the profile has no steps"),
         ({"steps_s": (1.0, -1.0)}, "steps_s is -1"),
