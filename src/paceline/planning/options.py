@@ -19,7 +19,7 @@ class ScriptOptions:
         "Parameter servers: on this machine, default 1; with --nodes on machines of their own, default one per node.",
         min=1,
     )
-    json: bool = option("Print JSON.", default=False)
+    json: bool = option("Print JSON, one object per line.", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,4 +86,4 @@ class SimulateOptions:
         "Serve this page until Ctrl-C; its address is printed. PORT or HOST:PORT, by default 0: a free port.",
         metavar="[PORT]",
     )
-    json: bool = option("Print JSON.", default=False)
+    json: bool = option("Print JSON, one object per line.", default=False)

@@ -203,7 +203,7 @@ def test_chromium_draws_the_page(tmp_path: Path) -> None:
     empty = {name: [None, None] for name in ("staleness", "bytes_per_s", "memory_bytes", "wait_share")}
     state = {
         "title": "paceline run <b>", "seconds": 65.0, "has_ended": False, "examples": 1500, "done": 0.5,
-        "phases": ["data", "forward", "communication"], "series": {"time": [1.0, 2.0], **curves, **empty},
+        "phases": ["data", "forward", "communication"], "series": {"time": [1.0, 10.0], **curves, **empty},
         "silent_s": 5.0, "members": {"servers": 1, "workers": 2},
         "epoch": 2, "failovers": 1, "ranks": ranks, "events": [[3.0, "an event"]],
         "servers": [{"server": 0, "rows": 12345, "memory_bytes": 1e6, "bytes_per_s": 1e3, "held": 0}],
@@ -219,6 +219,8 @@ def test_chromium_draws_the_page(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert text in drawn, text
     assert "Staleness" not in drawn  # it has no values
+    marks = re.findall(r">(\d+:\d\d)</text>", drawn)
+    assert marks == 2 * ["0:00", "0:05", "0:10"]  # whole seconds at equal distances, in both charts
     state |= {"stuck_ranks": [0], "alarm": "no progress"}
     page.write_bytes(make_report(state))
     stuck = draw(page)
