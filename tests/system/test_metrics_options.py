@@ -81,6 +81,13 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+def test_the_report_names_the_rank_that_failed(paceline: Commands, tmp_path: Path) -> None:
+    script, report = tmp_path / "fails.py", tmp_path / "report.html"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)\n")
+    assert paceline.run("run", "--nproc-per-node", "2", "--report", report, script).status == 137
+    assert "rank 1 was killed by SIGKILL" in report.read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["all-reduce", "parameter-server"])
 def test_metrics_of_a_run(paceline: Commands, script: Path, tmp_path: Path, strategy: str) -> None:

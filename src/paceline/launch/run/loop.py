@@ -29,6 +29,7 @@ from paceline.launch.run.elastic import ElasticRun
 from paceline.launch.run.processes import Rank, RankProcesses
 from paceline.launch.run.streams import Stream
 from paceline.launch.screen import Screen
+from paceline.launch.supervisor import describe_status
 from paceline.observe.stuck.jobs import current_job
 from paceline.observe.stuck.report import print_stall
 
@@ -249,6 +250,12 @@ class RunLoop:
             return int(self._elastic is not None and self._elastic.has_given_up)
         self._report_culprit(self._culprit)
         return exit_status(self._culprit.status)
+
+    def failure(self) -> str | None:
+        """Return what ended the run: the lost server, or the rank that failed first."""
+        if self._lost_server is not None or self._culprit is None:
+            return self._lost_server
+        return f"rank {self._culprit.rank} {describe_status(self._culprit.status)}"
 
     def _report_culprit(self, culprit: RankFailure) -> None:
         is_captured = any(rank.streams for rank in self._processes.ranks)

@@ -142,6 +142,7 @@ class RunJob(Closing):
     def __init__(self, job: LaunchedJob | None, directory: Path | None, timeline: TimelineTask | None) -> None:
         """Use a job; :meth:`start` creates it."""
         self._job, self._directory, self._timeline = job, directory, timeline
+        self._collector: Collector | None = None
 
     @classmethod
     def start(cls, options: RunOptions, layout: Layout | None) -> RunJob:
@@ -175,10 +176,16 @@ class RunJob(Closing):
         collector: Collector | None,
     ) -> None:
         """On several nodes, let ``paceline stacks`` and the launcher of node 0 reach this launcher."""
+        self._collector = collector
         if self._job is not None and (setup.share is not None or layout.world_size > len(layout.ranks)):
             from paceline.launch.run.agent import start_agent
 
             start_agent(stack, setup, layout, self._job.folder, scheduler, collector)
+
+    def add_event(self, text: str) -> None:
+        """Show an event on the dashboard and in the report."""
+        if self._collector is not None:
+            self._collector.add_event(text)
 
     def variables(self) -> dict[str, str]:
         """Return the variables of the ranks."""

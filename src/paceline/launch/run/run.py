@@ -267,6 +267,9 @@ def _run_ranks(
                 elastic=elastic,
             )
             status = loop.run(signals)
+            failure = loop.failure()
+            if failure is not None:
+                job.add_event(failure)
             return LOST_NODE_STATUS if status == 1 and elastic is not None and layout.node else status
 
 
