@@ -172,11 +172,23 @@ def test_chromium_draws_plots_and_tables(tmp_path: Path) -> None:
         for number, (name, y) in enumerate({"<a>": [1.0, 0.5, 0.25], "b": [0.75, 0.75, 0.75]}.items())
     ]
     plot = Plot(title="Curves", x_label="nodes", series=series, format="percent", is_log=True)
+    steps = Series(name="c", x=[0, 1], y=[0.0, 12500.0], color=0)
+    numbers = Plot(title="c", x_label="", series=[steps], format="count")
     table = PageTable(title="Cells", columns=["e"], rows=[["f"]])
-    page.write_bytes(page_bytes("a simulation", "2 ranks", [plot, table]))
+    page.write_bytes(page_bytes("a simulation", "2 ranks", [plot, numbers, table]))
     drawn = draw(page)
-    for text in ("&lt;a&gt;", "1,024</text>", "100%</text>", "<th>e</th>", "<td>f</td>"):
+    for text in (
+        "&lt;a&gt;",
+        "1,024</text>",
+        ">2.5k</text>",
+        ">5k</text>",
+        ">10k</text>",
+        "100%</text>",
+        "<th>e</th>",
+        "<td>f</td>",
+    ):
         assert text in drawn, text
+    assert "<td>f</td>" in drawn
     curves = re.findall(r'<path d="M([^"]*)"', drawn)
     points = [[tuple(map(float, point.split(","))) for point in curve.split("L")] for curve in curves]
     (x0, y0), (x1, y1), (x2, y2) = points[0]
