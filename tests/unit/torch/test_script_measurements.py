@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.strategies.profile import STARTED
-from paceline.torch.strategies.measuring import microbatch_times, program_copies
+from paceline.torch.strategies.measuring import program_copies
 from paceline.torch.strategies.measuring.microbatch_times import MicrobatchTimes
 from paceline.torch.strategies.measuring.program_copies import ProgramCopies
 
@@ -77,7 +77,7 @@ def test_microbatches_take_additional_time(
 ) -> None:
     """Without a division, because the model or the batch does not allow one, the time is 0."""
     model = Slow(smallest)
-    monkeypatch.setattr(microbatch_times.time, "perf_counter", lambda: model.clock_s)
+    monkeypatch.setattr(time, "perf_counter", lambda: model.clock_s)
     times = MicrobatchTimes(model)
     assert times.measure() == 0.0  # the model was not called yet
     times = MicrobatchTimes(model)
