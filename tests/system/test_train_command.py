@@ -237,6 +237,7 @@ def test_a_training_without_progress_reports_it(paceline: Commands, tmp_path: Pa
     assert "is no better than 0.69" in trained.err
 
 
+@pytest.mark.thorough
 def test_kinds_of_columns_are_reported(paceline: Commands, tmp_path: Path) -> None:
     rows = [f"{10**19 + 7 * i},{i % 3 == 0:d},{'ab'[i % 3 == 0]},{i % 40}\n" for i in range(600)]
     (tmp_path / "x.csv").write_text("id,won,site,age\n" + "".join(rows))
@@ -314,6 +315,7 @@ def test_describe_other_formats(paceline: Commands, click_log: tuple[Path, Path]
     assert "8    0.5" in output
 
 
+@pytest.mark.thorough
 def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) -> None:
     """The rows are sorted, and columns have millions or millionths. One worker and two workers give the same model."""
     random = np.random.default_rng(5)

@@ -54,6 +54,7 @@ def test_given_settings_are_not_changed() -> None:
     assert found.passes == 5
 
 
+@pytest.mark.thorough
 def test_no_factors_without_a_benefit() -> None:
     """Without factors, the model has the rule and passes of logistic regression. The losses of both are reported."""
     found = search(SparseFactorizationMachine(), make_linear(400, seed=1))

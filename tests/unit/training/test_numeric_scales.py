@@ -147,6 +147,7 @@ def test_equal_numbers_get_equal_bins_in_every_format(tmp_path: Path) -> None:
         assert describe_data([path], numeric_scale="none")["bent_features"] == []
 
 
+@pytest.mark.thorough
 def test_a_factorization_machine_uses_numbers_if_pairs_explain_more_than_bins() -> None:
     x, labels = curved_data()
     edges = dict.fromkeys((0, 1), tuple(np.linspace(-2, 2, 30).astype(np.float32).tolist()))

@@ -71,6 +71,7 @@ def test_tune_keeps_the_default_if_no_other_setting_is_better(
         assert wide.settings() == default.settings()
 
 
+@pytest.mark.thorough
 def test_tuning_tries_missing_settings(data: Path) -> None:
     wide = TrainOptions(data=[data], adapt="widely")
     found = plan_training(wide).update.alpha  # type: ignore[attr-defined]
