@@ -158,6 +158,7 @@ def test_the_survivors_of_a_killed_rank_continue_and_a_new_rank_joins(elastic: C
     assert losses[1] < max(2 * losses[0], 0.05), losses
 
 
+@pytest.mark.thorough
 def test_ranks_are_repeatedly_killed_during_an_all_reduce(elastic: Commands, tmp_path: Path) -> None:
     finished = run(elastic, 3, "0,2,3,4,5", 6)
     assert finished.status == 0, finished

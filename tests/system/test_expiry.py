@@ -28,6 +28,7 @@ def write(path: Path, features: range) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_unseen_rows_are_removed_from_the_replica_too() -> None:
     keys = np.arange(5000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     grads = np.ones((len(keys), 1), np.float32)

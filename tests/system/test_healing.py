@@ -100,6 +100,7 @@ def test_the_rank_that_sends_the_state_is_killed(elastic: Commands) -> None:
     assert len(set(last.values())) == 1, "the ranks differ"
 
 
+@pytest.mark.thorough
 def test_the_rank_that_receives_the_state_is_killed(elastic: Commands) -> None:
     elastic.environment["RECEIVER"] = "3"
     finished = run(elastic, "1", 4)

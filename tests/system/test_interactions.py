@@ -79,6 +79,7 @@ def test_fields_of_lines_and_bins_of_columns(paceline: Commands, tmp_path: Path)
             assert min(predicted[0], predicted[2]) > 0.8 > 0.2 > predicted[1]
 
 
+@pytest.mark.thorough
 def test_rare_features_are_not_learned(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     """All servers and replicas count the features in the first pass."""
     train, _ = click_log

@@ -25,6 +25,7 @@ def maps_files(pid: int, folder: Path) -> bool:
     return str(folder) in Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.thorough
 def test_rows_beyond_the_limit_survive_the_death_of_a_server(tmp_path: Path) -> None:
     limit = paceline.MemoryLimit(num_bytes=1 << 20, spill_dir=str(tmp_path))
     keys = np.arange(ROWS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -118,6 +118,7 @@ def test_the_optimum_is_found(tmp_path: Path, servers: int, workers: int, max_de
     assert result.evaluation.as_json()["log_loss"] == pytest.approx(passes[-1].loss / NUM_ROWS, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_printed_progress(paceline: Commands, tmp_path: Path) -> None:
     write_examples(tmp_path / "rows.svm", separable=True)
     common = ["train", "rows.svm", "--solver", "proximal-blocks", "--workers", "1", "--numeric-scale", "none"]

@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_examples_learn_and_a_dead_worker_is_reported(paceline: Commands, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")

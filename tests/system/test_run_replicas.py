@@ -180,6 +180,7 @@ def test_more_deaths_than_replicas_end_the_run(replicated: Commands, tmp_path: P
     assert our_processes(replicated.environment[MARK]) == []
 
 
+@pytest.mark.thorough
 def test_a_node_replaces_local_servers(replicated: Commands, tmp_path: Path) -> None:
     """If a rank ends after the cluster, its node does not report lost data."""
     command = ["run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(two_free_ports())]

@@ -337,6 +337,7 @@ def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) ->
     assert [scale.mean for scale in scales[0].scales] == pytest.approx([large.mean(), small.mean()], rel=1e-4, abs=1e-9)
 
 
+@pytest.mark.thorough
 def test_training_with_filters(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     """Exact filters do not change the model, other filters change it little, and unknown filters are rejected."""
     arguments: list[str | Path] = [

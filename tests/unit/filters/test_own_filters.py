@@ -61,6 +61,7 @@ assert result.examples == 200, result
 """
 
 
+@pytest.mark.thorough
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "docs/guides/own_filters.md").read_text()
     found = re.search(r"```python\n(.*?)```", text, re.DOTALL)

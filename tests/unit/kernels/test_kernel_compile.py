@@ -139,6 +139,7 @@ def run_with_cache(cache_dir: Path, before: str = "") -> list[str]:
     return result.stdout.split()
 
 
+@pytest.mark.thorough
 def test_the_cache_reports_whether_a_kernel_is_cached(tmp_path: Path) -> None:
     assert run_with_cache(tmp_path) == ["False", "True", "0"]
     assert run_with_cache(tmp_path) == ["True", "True", "1"]
