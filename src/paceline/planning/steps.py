@@ -24,7 +24,10 @@ _DIRECTIONS, _SIDES = 2, 2
 """Pushes and pulls; clients and servers."""
 _MESSAGES: Final = _DIRECTIONS * _SIDES
 _NEXT_SERVER: Final = 0.3
-"""The cost of a message to each further server, as a fraction of the cost for the first one."""
+"""The cost of a message to each further server, as a fraction of the cost for the first one.
+
+Fitted to measured steps between emulated hosts with links of 1 Gbit/s (``benchmarks/predictions.py``).
+"""
 _ITERATIONS: Final = 3
 """Pulls overlap with the next iteration, so several iterations are simulated, and the last one counts."""
 CPU, OUT, IN, SERVER, SERVER_OUT, SERVER_IN = "cpu", "out", "in", "server", "server out", "server in"

@@ -24,7 +24,7 @@ _CLOSE: Final = 1.1
 """The ring is chosen if its predicted time is at most this many times the shortest one.
 
 All-reduce of 2.4 MB between 8 hosts with links of 100 Mbit/s takes 360 ms with the ring (predicted: 379), and 581 ms
-with halving-doubling (predicted: 374), because packets are lost (``benchmarks/hosts.py``).
+with halving-doubling (predicted: 374), probably because its long messages fill the queues (``benchmarks/hosts.py``).
 """
 
 
