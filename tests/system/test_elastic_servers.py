@@ -298,7 +298,6 @@ def test_gradients_on_servers_are_the_mean_over_samples(elastic: Commands, consi
     assert finished.out.count(f"weights {[0.125] * 2 + [0.3333] * 3}") == 2, finished.out
 
 
-@pytest.mark.thorough
 def test_a_third_node_joins_a_training_with_servers(elastic: Commands) -> None:
     elastic.environment["PACELINE_TOKEN"] = "a secret of the tests"
     command = ["run", "--strategy", "parameter-server", "--servers", "2", "--min-ranks", "1", "--max-ranks", "3"]
