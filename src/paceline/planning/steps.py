@@ -385,37 +385,30 @@ def simulate_pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machi
     slowest one is not on the critical path, except while the pipeline fills and drains. Like the strategy, this
     function chooses the number of microbatches, and between one and two stages per rank.
     """
-    counts = default_microbatches(shape.num_ranks, max(profile.batch_size, 1))
-    parts = [1, 2] if len(profile.layers) >= 2 * shape.num_ranks else [1]
-    found = [_pipeline(profile, shape, machine, count, num_parts) for count in counts for num_parts in parts]
-    return min(found, key=lambda step: step.step_s)
-
-
-def _pipeline(
-    profile: ModelProfile, shape: ClusterShape, machine: Machine, microbatches: int, parts_per_rank: int
-) -> SimulatedStep:
-    ranks, link = shape.num_ranks, shape.link
+    ranks, link, cost = shape.num_ranks, shape.link, machine.cost("pipeline")
     seconds = [layer.forward_s + layer.backward_s for layer in profile.layers]
     firsts = bounds_of(seconds, ranks)
     ends = [*firsts[1:], len(seconds)]
     slowest = max(sum(seconds[first:end]) for first, end in zip(firsts, ends, strict=True))
-    sent_s = 0.0
-    if link is not None and ranks > 1:
-        crossing = max(profile.layers[first - 1].output_bytes for first in firsts[1:]) / microbatches
-        sent_s = 2 * parts_per_rank * link.seconds(crossing)
+    crossing = max((profile.layers[first - 1].output_bytes for first in firsts[1:]), default=0)
     # Each microbatch adds to all gradients, and is computed in smaller operations.
-    cost = machine.cost("pipeline")
     of_parameters_s = cost.parameter_s * profile.num_parameters + cost.byte_s * profile.parameter_bytes
     microbatch_s = (of_parameters_s + profile.microbatch_s) / ranks
-    bubble_s = (ranks - 1) / parts_per_rank * (slowest / microbatches + microbatch_s + sent_s)
-    other_s = profile.program_s + profile.update_s / ranks
-    parts: dict[Kind, float] = {
-        "compute": slowest + other_s,
-        "communication CPU": cost.step_s + microbatches * microbatch_s,
-        "wire": microbatches * sent_s,
-        "bubble": bubble_s,
-    }
-    return SimulatedStep(sum(parts.values()), parts)
+
+    def divided(microbatches: int, parts_per_rank: int) -> SimulatedStep:
+        sent_s = 2 * parts_per_rank * link.seconds(crossing / microbatches) if link is not None and ranks > 1 else 0.0
+        parts: dict[Kind, float] = {
+            "compute": slowest + profile.program_s + profile.update_s / ranks,
+            "communication CPU": cost.step_s + microbatches * microbatch_s,
+            "wire": microbatches * sent_s,
+            "bubble": (ranks - 1) / parts_per_rank * (slowest / microbatches + microbatch_s + sent_s),
+        }
+        return SimulatedStep(sum(parts.values()), parts)
+
+    counts = default_microbatches(ranks, max(profile.batch_size, 1))
+    most_parts = 2 if len(profile.layers) >= 2 * ranks else 1
+    found = [divided(count, parts) for count in counts for parts in range(1, most_parts + 1)]
+    return min(found, key=lambda step: step.step_s)
 
 
 def bounds_of(sizes: Sequence[float], parts: int) -> list[int]:

@@ -78,8 +78,8 @@ def test_microbatches_take_additional_time(
     """Without a division, because the model or the batch does not allow one, the time is 0."""
     model = Slow(smallest)
     monkeypatch.setattr(time, "perf_counter", lambda: model.clock_s)
-    times = MicrobatchTimes(model)
+    times = MicrobatchTimes(model, lambda: None)
     assert times.measure() == 0.0  # the model was not called yet
-    times = MicrobatchTimes(model)
+    times = MicrobatchTimes(model, lambda: None)
     model(torch.randn(examples, 3), scale=2.0)
     assert times.measure() == pytest.approx(more_s)

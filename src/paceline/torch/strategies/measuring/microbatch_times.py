@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,8 +22,9 @@ _LONG_S: Final = 1.0
 class MicrobatchTimes:
     """Stores the arguments of the model's last call, and runs the model on parts of these arguments."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, synchronize: Callable[[], None]) -> None:
+        """`synchronize` waits until the device of the model has ended its work."""
+        self._module, self._synchronize = module, synchronize
         self._arguments: tuple[Any, Any] | None = None
         self._hook = module.register_forward_pre_hook(self._keep, with_kwargs=True)
 
@@ -61,8 +62,5 @@ class MicrobatchTimes:
                 if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        for parameter in self._module.parameters():
-            if parameter.is_cuda:
-                torch.cuda.synchronize(parameter.device)
-                break
+        self._synchronize()
         return time.perf_counter() - began_s

@@ -116,7 +116,7 @@ class StepProfiler:
         if self._number == _WARM_UP:
             assert self._strategy.module is not None
             self._layers.hook_memory(self._strategy.module)
-            self._microbatches = MicrobatchTimes(self._strategy.module)
+            self._microbatches = MicrobatchTimes(self._strategy.module, self._layers.synchronize)
         elif self._number == _WARM_UP + 1:
             self._layers.hook_times(self._strategy.optimizers)
         self._layers.begin_step(self._began_s)
@@ -126,10 +126,10 @@ class StepProfiler:
         self._layers.synchronize()
         self._layers.end_step()
         now_s = time.perf_counter()
-        step_s = now_s - self._began_s
+        step_s, self._began_s = now_s - self._began_s, now_s
         if self._copies is not None:
             self._copies.wait()
-        self._began_s = time.perf_counter() if self._copies is not None else now_s
+            self._began_s = time.perf_counter()
         self._number += 1
         if self._num_steps is not None:
             warm_up = max(self._num_steps // _WARM_UP_SHARE, _WARM_UP)

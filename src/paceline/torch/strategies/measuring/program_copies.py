@@ -34,9 +34,9 @@ class ProgramCopies:
         """Wait until all copies have ended the same step. A copy that is 30 s late is not waited for again."""
         self._own[0] += 1
         deadline = time.monotonic() + _PATIENCE_S
-        while late := [steps for steps in self._all if steps[0] < self._own[0]]:
+        while any(steps[0] < self._own[0] for steps in self._all):
             if time.monotonic() > deadline:
-                self._all = [steps for steps in self._all if not any(steps is other for other in late)]
+                self._all = [steps for steps in self._all if steps[0] >= self._own[0]]
             time.sleep(0)  # another process may use the core
 
     def end(self) -> None:
