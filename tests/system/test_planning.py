@@ -90,7 +90,6 @@ def test_profile(commands: Commands) -> None:
     assert 0.3 * median_s < profile.compute_s < 3 * median_s
 
 
-@pytest.mark.thorough
 def test_explain(commands: Commands) -> None:
     finished = commands.succeed("explain", "train.py", "100")
     lines = finished.out.splitlines()

@@ -54,7 +54,6 @@ def train_once(paceline: Commands, *arguments: str, data: tuple[Path, Path]) -> 
     return dict(paceline.succeed("train", data[0], "--epochs", "1", "--eval", data[1], *arguments, "--json", "-q").json)
 
 
-@pytest.mark.thorough
 def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     scheduler, address = start_scheduler(paceline, "--servers", "2", "--workers", "2", "--heartbeat-timeout", "100")
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
