@@ -21,6 +21,7 @@ from tests.warm import processes, workers
 
 from paceline.launch import prepare_kernels
 
+pytest_plugins = ["tests.time_limits"]
 _TESTS = Path(__file__).parent
 _TEMPORARY = pytest.StashKey[TemporaryFiles]()
 _SLOW = ("system/", "simulation/", "fuzz/", "integration/strategies/", "integration/torch/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline.data import ClickLogSpec, write_click_log
@@ -49,11 +51,13 @@ def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
     environment["OPENBLAS_NUM_THREADS"] = "1"  # the tests do not need the threads that each process would start
     commands = Commands(environment, tmp_path, [])
     yield commands
-    for running in commands.started:
-        if running.process.poll() is None:
-            running.signal(signal.SIGCONT)
-            running.kill()
     try:
+        if any(running.process.poll() is None for running in commands.started):
+            for process in our_processes(session.mark):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGCONT)  # a stopped process would keep the output of its command open
+        for running in commands.started:
+            running.kill()
         wait_until(lambda: not our_processes(session.mark), "processes are left")
         if any(running.process.poll() == -signal.SIGKILL for running in commands.started):
             remove_abandoned(session.temporary)  # as the next process of Paceline would do

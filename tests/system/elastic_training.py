@@ -9,6 +9,7 @@ from pathlib import Path
 from .running import Finished
 
 NUM_ITEMS = 120
+BATCH_SIZE = 4
 TRAIN = """
 import itertools, os, signal, sys, time
 from pathlib import Path
@@ -97,8 +98,13 @@ def ends(finished: Finished) -> dict[int, tuple[str, ...]]:
     return {int(incarnation): (state, loss) for incarnation, state, loss in found}
 
 
-def check_items(folder: Path) -> None:
-    """Check that each epoch's items were used once, except for the repetitions at the end of an epoch."""
+def check_items(folder: Path, *, num_killed: int = 0) -> None:
+    """Check that each epoch's items were used once, except for the repetitions at the end of an epoch.
+
+    Each of the `num_killed` ranks that were killed at an arbitrary time may have used a batch that it has not written
+    to its file.
+    """
+    num_missing = 0
     used: dict[str, Counter[str]] = {}
     for path in folder.glob("items*"):
         for line in path.read_text().splitlines():
@@ -106,5 +112,6 @@ def check_items(folder: Path) -> None:
             used.setdefault(epoch, Counter())[number] += 1
     assert len(used) >= 6
     for epoch, counts in used.items():
-        assert len(counts) == NUM_ITEMS, (epoch, NUM_ITEMS - len(counts))
+        num_missing += NUM_ITEMS - len(counts)
         assert counts.total() < NUM_ITEMS + 12, (epoch, counts.total())
+    assert num_missing <= num_killed * BATCH_SIZE

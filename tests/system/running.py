@@ -144,9 +144,13 @@ class Running:
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"still running after {timeout_s} s: {self._out} {self._err}") from None
-        for reader in self._readers:
-            reader.join()
+        self._read_rest()
         return Finished(status, "".join(self._out), "".join(self._err))
+
+    def _read_rest(self) -> None:
+        for reader in self._readers:
+            reader.join(PROMPT_S)
+            assert not reader.is_alive(), f"a process that the command started still runs: {self._out} {self._err}"
 
     def signal(self, number: int) -> None:
         """Send the command a signal."""
@@ -157,8 +161,7 @@ class Running:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        for reader in self._readers:
-            reader.join()
+        self._read_rest()
 
 
 @dataclass(frozen=True)

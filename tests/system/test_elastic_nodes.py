@@ -66,7 +66,7 @@ def test_a_node_dies_and_another_takes_its_place(nodes: Nodes, tmp_path: Path) -
     assert [each.status for each in finished] == [0, 0, 0], finished
     assert "another launcher has started as node 2" in finished[0].err
     check_ranks(finished, 0, 1, 3)
-    check_items(tmp_path)
+    check_items(tmp_path, num_killed=1)
 
 
 @pytest.mark.parametrize("comes_back", [pytest.param(False, marks=pytest.mark.thorough), True])
@@ -88,7 +88,7 @@ def test_a_node_is_silent(nodes: Nodes, tmp_path: Path, *, comes_back: bool) -> 
         assert running[1].wait().status == LOST_NODE_STATUS
     assert {each.status for each in finished} == {0}, finished
     check_ranks(finished, 0, 2, *([3] if comes_back else []))
-    check_items(tmp_path)
+    check_items(tmp_path, num_killed=1)
 
 
 def test_the_other_nodes_end_with_node_0(nodes: Nodes) -> None:
@@ -119,4 +119,4 @@ def test_an_interrupted_node_leaves_the_others(nodes: Nodes, tmp_path: Path) -> 
     finished = [running[node].wait() for node in (0, 2)]
     assert [each.status for each in finished] == [0, 0], finished
     check_ranks(finished, 0, 2)
-    check_items(tmp_path)
+    check_items(tmp_path, num_killed=1)

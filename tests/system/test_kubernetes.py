@@ -251,7 +251,7 @@ def test_an_elastic_training_replaces_pods_and_grows(paceline: Commands, cluster
     last = ends(finished)
     assert last.keys() == {0, 2, 3}
     assert len(set(last.values())) == 1, "the ranks differ"
-    check_items(cluster.folder)
+    check_items(cluster.folder, num_killed=1)
 
 
 @pytest.mark.parametrize(
