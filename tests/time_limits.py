@@ -13,8 +13,8 @@ from collections.abc import Generator
 
 import pytest
 
-LIMIT_S = 240.0
-"""Longer than the limit of pytest-timeout, which ends one test. This limit ends the process."""
+ADDITIONAL_S = 40.0
+"""How much longer this limit, which ends the process, is than that of pytest-timeout, which ends one test."""
 _STANDARD_ERROR = pytest.StashKey[int]()
 
 
@@ -36,7 +36,10 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Start the limit. At its end the process prints the stacks of all threads and exits; xdist reports the test."""
-    faulthandler.dump_traceback_later(LIMIT_S, file=item.config.stash[_STANDARD_ERROR], exit=True)
+    marker = item.get_closest_marker("timeout")
+    option = item.config.getoption("timeout") or item.config.getini("timeout")
+    limit_s = ADDITIONAL_S + float(marker.args[0] if marker else option)
+    faulthandler.dump_traceback_later(limit_s, file=item.config.stash[_STANDARD_ERROR], exit=True)
 
 
 @pytest.hookimpl(trylast=True)
