@@ -73,7 +73,7 @@ def main() -> None:
         optimizer.step()
         mean = loss.detach()
         dist.all_reduce(mean, dist.ReduceOp.AVG)
-        if rank == 0 and (step + 1) % 20 == 0:
+        if rank == 0 and ((step + 1) % 20 == 0 or step + 1 == options.steps):
             print(f"step {step + 1}: loss {mean:.4f}")
     held = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
     if rank == 0:

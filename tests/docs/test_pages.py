@@ -30,7 +30,7 @@ from sybil.parsers.markdown import CodeBlockParser
 from tests.docs.files import PRELUDES, write_files, write_models
 from tests.free_ports import free_port
 from tests.pages import PAGES, ROOT
-from tests.warm.processes import RANKS, RELAY
+from tests.warm.processes import RANKS, RELAYED_COMMAND
 
 LANGUAGES = ("python", "sh", "console", "json")
 COMMENT = re.compile(r"<!-- docs test: ((?:(?!-->).)*) -->\n\Z", re.DOTALL)
@@ -193,7 +193,7 @@ def name_of(path: Path) -> str:
 def test_quick_blocks_of_the_readme_run(files: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The commands are forks of a process with loaded modules."""
     command = tmp_path_factory.mktemp("bin") / "paceline"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} {RELAY} plain -m paceline "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {RELAYED_COMMAND} paceline "$@"\n')
     command.chmod(0o755)
     shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     run_blocks(ROOT / "README.md", tmp_path, QUICK, [command.parent])

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from tests.free_ports import free_port
+from tests.warm.processes import RELAYING
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 _WAIT_S = 60.0
@@ -64,6 +65,11 @@ class SlurmCluster:
         (folder / "state").mkdir()
         path = folder / "slurm.conf"
         self.variables = {**os.environ, "SLURM_CONF": str(path)}
+        self.bin = folder / "bin"
+        """A folder with an ``sbatch`` whose jobs fork Python from a warm process."""
+        self.bin.mkdir()
+        (self.bin / "sbatch").write_text(f'#!/bin/sh\n{RELAYING} | exec {shutil.which("sbatch")} "$@"\n')
+        (self.bin / "sbatch").chmod(0o755)
         host = socket.gethostname()
         nodes = [
             f"NodeName=n{node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 RealMemory=1000\n"

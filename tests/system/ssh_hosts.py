@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.free_ports import free_port
+from tests.warm.processes import PLACE, RANKS, RELAYING, are_warm
 
 PROGRAMS = ("sshd", "ssh", "ssh-keygen")
 _PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
@@ -53,8 +54,10 @@ def is_possible() -> bool:
 class SshHosts:
     """The ssh daemon, until :meth:`close`. The folder `bin` has an ``ssh`` with the configuration of the hosts."""
 
-    def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
-        """`variables` are set in the sessions on the hosts."""
+    def __init__(self, folder: Path, variables: Mapping[str, str], *, forks: bool = False) -> None:
+        """`variables` are set in the sessions on the hosts. If `forks`, Python is forked from a warm process there."""
+        if forks := forks and are_warm():
+            variables = {**variables, RANKS: "plain", PLACE: os.environ[PLACE]}
         self.bin, port = folder / "bin", free_port()
         if os.getuid() == 0:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd needs this folder, which Debian creates at boot
@@ -64,6 +67,9 @@ class SshHosts:
         (folder / "known").write_text("".join(f"[127.0.0.{number}]:{port} {key}" for number in (1, 2)))
         settings = " ".join(f'"{name}={value}"' for name, value in variables.items())
         server = _SERVER.format(folder=folder, port=port) + (f"SetEnv {settings}\n" if settings else "")
+        if forks:
+            (folder / "run").write_text(f'eval "$(echo "$SSH_ORIGINAL_COMMAND" | {RELAYING})"\n')
+            server += f"ForceCommand exec sh {folder}/run\n"
         (folder / "server").write_text(server)
         (folder / "client").write_text(_CLIENT.format(folder=folder, port=port, user=getpass.getuser()))
         self.bin.mkdir()

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,7 @@ from .ssh_hosts import PROGRAMS, SshHosts, is_possible
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason=f"needs the programs {', '.join(PROGRAMS)}")
 
+StartHosts = Callable[..., Commands]
 _CONNECT = """
 from paceline.collectives import init
 
@@ -40,31 +44,43 @@ print(f"rank {strategy.rank} of {strategy.world_size} has ended", flush=True)
 
 
 @pytest.fixture
-def commands(paceline: Commands, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    """Run commands that find the hosts."""
-    variables = {name: paceline.environment[name] for name in (MARK, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
-    hosts = SshHosts(tmp_path_factory.mktemp("hosts"), variables)
-    (paceline.folder / "connect.py").write_text(_CONNECT)
-    (paceline.folder / "train.py").write_text(_TRAIN)
-    environment = {**paceline.environment, "PATH": f"{hosts.bin}:{paceline.environment['PATH']}"}
-    yield replace(paceline, environment=environment, afresh=True)
-    hosts.close()
+def start_hosts(paceline: Commands, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartHosts]:
+    """Start the hosts; return commands that find them."""
+    with contextlib.ExitStack() as at_end:
+
+        def start(**options: bool) -> Commands:
+            variables = {name: paceline.environment[name] for name in (MARK, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR")}
+            hosts = SshHosts(tmp_path_factory.mktemp("hosts"), variables, **options)
+            at_end.callback(hosts.close)
+            return replace(paceline, environment={**paceline.environment, "PATH": f"{hosts.bin}:{os.environ['PATH']}"})
+
+        yield start
 
 
-_SERVERS = ["--strategy", "parameter-server", "--servers", "2"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("words", "name"), [([], "train.py"), (_SERVERS, "train.py"), ([], "connect.py")])
-def test_training_on_two_hosts(commands: Commands, words: list[str], name: str) -> None:
-    finished = commands.start("run", "--hosts", "a:2,b:1", *words, name).wait(300)
+def check_ranks(commands: Commands, *words: str) -> None:
+    """Run a script on both hosts."""
+    finished = commands.start("run", "--hosts", "a:2,b:1", *words).wait(300)
     assert finished.status == 0, finished
     ended = re.findall(r"^\[(\w)\] \[rank (\d)\] rank \d of 3 has ended", finished.out, re.MULTILINE)
     assert sorted(ended) == [("a", "0"), ("a", "1"), ("b", "2")], finished
 
 
+def test_ranks_on_two_hosts(start_hosts: StartHosts, tmp_path: Path) -> None:
+    """The hosts fork Python from a process with loaded modules."""
+    (tmp_path / "connect.py").write_text(_CONNECT)
+    check_ranks(start_hosts(forks=True), "connect.py")
+
+
 @pytest.mark.thorough
-def test_an_unknown_host(commands: Commands) -> None:
-    finished = commands.run("run", "--hosts", "a,nowhere.invalid", "train.py")
+@pytest.mark.parametrize("options", [[], ["--strategy", "parameter-server", "--servers", "2"]])
+def test_training_on_two_hosts(start_hosts: StartHosts, tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "train.py").write_text(_TRAIN)
+    check_ranks(replace(start_hosts(), afresh=True), *options, "train.py")
+
+
+@pytest.mark.thorough
+def test_an_unknown_host(start_hosts: StartHosts, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    finished = start_hosts().run("run", "--hosts", "a,nowhere.invalid", "train.py")
     assert finished.status == 2, finished
     assert finished.err.startswith("paceline: --hosts: host nowhere.invalid: ssh cannot log in"), finished

@@ -18,8 +18,6 @@ PROGRAM = Path(__file__).with_name("rpc_program.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
 def test_the_examples_learn_and_a_dead_worker_is_reported(paceline: Commands, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
@@ -63,11 +61,10 @@ def test_a_program_for_torch_rpc_runs_in_spawned_processes(paceline: Commands) -
     assert finished.stdout == "True\n"
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
 def test_a_language_model_over_two_processes_learns(paceline: Commands, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+    paceline.environment[RANKS] = "torch"
     example = EXAMPLES / "rpc_rnn.py"
     finished = paceline.run(
         "run", "--strategy", "all-reduce", "--nproc-per-node", "2", example, "--json", "--steps", "30"

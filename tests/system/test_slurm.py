@@ -9,12 +9,12 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.warm.processes import RANKS, RELAYED_COMMAND
 
 from .elastic_training import TRAIN, ends
 from .running import Commands, wait_until
@@ -90,11 +90,18 @@ def commands(paceline: Commands, slurm: SlurmCluster) -> Iterator[Commands]:
     slurm.wait_empty()
 
 
-@pytest.mark.thorough
-def test_srun_needs_no_options(commands: Commands) -> None:
+@pytest.fixture
+def warm_commands(commands: Commands, slurm: SlurmCluster) -> Commands:
+    """Fork commands and the processes of jobs from processes with loaded modules."""
+    path = f"{slurm.bin}:{commands.environment['PATH']}"
+    return replace(commands, environment={**commands.environment, "PATH": path, RANKS: "plain"}, afresh=False)
+
+
+def test_srun_needs_no_options(warm_commands: Commands) -> None:
     ended = subprocess.run(
-        ["srun", "-N2", "-n3", sys.executable, "-m", "paceline", "run", "--nproc-per-node", "2", "place.py"],
-        cwd=commands.folder, env=commands.environment, capture_output=True, text=True, timeout=240, check=False,
+        ["srun", "-N2", "-n3", *RELAYED_COMMAND.split(), "paceline", "run", "--nproc-per-node", "2", "place.py"],
+        cwd=warm_commands.folder, env=warm_commands.environment, capture_output=True, text=True, timeout=120,
+        check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     found = [json.loads(line.partition("] ")[2]) for line in ended.stdout.splitlines()]
@@ -105,14 +112,22 @@ def test_srun_needs_no_options(commands: Commands) -> None:
     assert len({place["PACELINE_TOKEN"] for place in found}) == 1
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["connect.py", "train.py"])
-def test_a_job_with_a_step_of_servers(commands: Commands, name: str) -> None:
+def check_job(commands: Commands, name: str) -> None:
+    """Run a script as a job of two nodes with a step of servers."""
     words = ["--strategy", "parameter-server", "--servers", "2"]
     finished = commands.start("run", "--on", "slurm", "--nodes", "2", *words, name).wait(300)
     assert finished.status == 0, finished
     assert sorted(re.findall(r"rank \d of \d begins", finished.out)) == [f"rank {n} of 2 begins" for n in (0, 1)]
     assert "job" in finished.err
+
+
+def test_a_job_with_a_step_of_servers(warm_commands: Commands) -> None:
+    check_job(warm_commands, "connect.py")
+
+
+@pytest.mark.thorough
+def test_a_training_as_a_job(commands: Commands) -> None:
+    check_job(commands, "train.py")
 
 
 @pytest.mark.thorough

@@ -19,7 +19,7 @@ from paceline.launch.fork_server import CHILD, THREAD_VARIABLES, Forked, ForkSer
 
 from .zygote import MODULES
 
-_PLACE = "WARM_PROCESSES_OF_TESTS"
+PLACE = "WARM_PROCESSES_OF_TESTS"
 """The environment variable of the folder with the zygotes' sockets."""
 RANKS = "WARM_RANKS_OF_TESTS"
 """The environment variable of ``paceline run`` for the kind of process that ranks are forked from.
@@ -30,6 +30,10 @@ PROGRAMS = "tests.warm.programs"
 """The process from which all processes except workers are forked."""
 RELAY = Path(__file__).with_name("relay.py")
 """The program ``python RELAY KIND PROGRAM ARGUMENT…`` for launchers of other packages."""
+RELAYED_COMMAND = f"{sys.executable} {RELAY} plain -m"
+"""The start of a command that forks a process for a module."""
+RELAYING = f"sed 's#{sys.executable} -m#{RELAYED_COMMAND}#'"
+"""The shell command that changes commands on its input: instead of new interpreters, they start forks."""
 _PATIENCE_S = 300.0
 _TITLE_BYTES = 4096
 _fork_servers: dict[tuple[int, str], ForkServer] = {}
@@ -57,11 +61,11 @@ def zygotes() -> Iterator[None]:
                     start_new_session=True,
                 )
             )
-        os.environ[_PLACE] = folder
+        os.environ[PLACE] = folder
         try:
             yield
         finally:
-            del os.environ[_PLACE]
+            del os.environ[PLACE]
             for process in started:
                 process.kill()
                 process.communicate()
@@ -69,7 +73,7 @@ def zygotes() -> Iterator[None]:
 
 def are_warm() -> bool:
     """Return whether there are processes to fork from."""
-    return _PLACE in os.environ
+    return PLACE in os.environ
 
 
 def connect(kind: str, module: str) -> ForkServer:
@@ -82,7 +86,7 @@ def connect(kind: str, module: str) -> ForkServer:
 
 def request_parent(kind: str, module: str) -> socket.socket:
     """Return a connection to a kind's process, which loads its modules and then sends one byte."""
-    path = f"{os.environ[_PLACE]}/{kind}"
+    path = f"{os.environ[PLACE]}/{kind}"
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         line = socket.socket(socket.AF_UNIX)

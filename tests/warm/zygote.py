@@ -33,7 +33,7 @@ MODULES = {
         *("paceline.torch.strategies.pipeline.strategy", "paceline.torch.strategies.sharded.strategy"),
         *("paceline.torch.strategies.hybrid", "paceline.torch.strategies.elastic.strategy"),
         *("paceline.torch.strategies.server.parameter_server", "paceline.torch.partitioning.partitioned"),
-        *("torch.distributed.pipelining._schedule_visualizer", *COMPILER),
+        *("torch.distributed.pipelining._schedule_visualizer", "sklearn.datasets", *COMPILER),
     ],
     "workers": [],
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.warm.processes import RANKS, RELAY, WarmProcess
+from tests.warm.processes import RANKS, RELAYED_COMMAND, WarmProcess
 
 from paceline.cli import main
 from paceline.errors import UsageError
@@ -36,7 +36,7 @@ with (folder / "calls").open("a") as calls:
     calls.write(" ".join(sys.argv) + "\\n")
 print("Welcome to", host, flush=True)
 replacement = folder / (host + ".sh")
-command = command.replace({python!r} + " -m", {python!r} + " " + {relay!r} + " plain -m")
+command = command.replace({python!r} + " -m", {forking!r})
 os.execv("/bin/sh", ["sh", "-c", replacement.read_text() if replacement.exists() else command])
 """
 """The program ``ssh``. On a host, it forks Python from a process with loaded modules."""
@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a script and the fake ``ssh``. The fake runs ``HOST.sh`` instead of the command if it exists."""
     path = tmp_path / "bin" / "ssh"
     path.parent.mkdir()
-    path.write_text(FAKE.format(python=sys.executable, relay=str(RELAY), folder=str(tmp_path)))
+    path.write_text(FAKE.format(python=sys.executable, forking=RELAYED_COMMAND, folder=str(tmp_path)))
     path.chmod(0o755)
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
@@ -222,7 +222,7 @@ def test_a_lost_host_of_an_elastic_role_is_started_again(
     monkeypatch.setattr(Ssh, "retry_s", 0.1)
     monkeypatch.setattr(ssh, "_ATTEMPT_S", 3.0)
     host = f"cd {shlex.quote(str(folder))}; if mkdir lost 2>/dev/null; then {replace_program(_LOSES)}; fi; "
-    host += f"if mkdir silent 2>/dev/null; then exec sleep 60; fi; exec {sys.executable} {RELAY} plain -m {MODULE}"
+    host += f"if mkdir silent 2>/dev/null; then exec sleep 60; fi; exec {RELAYED_COMMAND} {MODULE}"
     (folder / "b.sh").write_text(host)
     assert run_elastic(0) == RunEnd(0, None)
     errors = capfd.readouterr().err
