@@ -127,7 +127,7 @@ def emulated_link(link: str, socket_s_per_byte: float) -> NodeLink:
 @functools.cache
 def paused_profile(model: str) -> ModelProfile:
     found: ModelProfile = undisturbed(lambda: profile(model, copies=1, threads=1, is_paused=True))
-    return found
+    return replace(found, busy_cores=0.0)  # a layer sleeps
 
 
 def measure(place: Place, model: str, machine: Machine) -> list[Line]:

@@ -17,6 +17,7 @@ from paceline.planning.calibration import key_of, load_machine, load_results, me
 from paceline.planning.links import Curve, Machine, parse_link
 from paceline.planning.options import ExplainOptions
 from paceline.planning.predictions import (
+    NOISY,
     Scenario,
     StepPrediction,
     choose,
@@ -26,7 +27,6 @@ from paceline.planning.predictions import (
 )
 from paceline.planning.scripts import ONLY, MeasuredCommand, check_options
 from paceline.planning.steps import ClusterShape
-from paceline.planning.waiting import describe_noise
 from paceline.strategies.profile import ModelProfile
 
 _LATENCY = "50us"
@@ -74,13 +74,20 @@ def find_machine(shape: ClusterShape, *, again: bool = False) -> Machine:
 def profile_both(
     command: MeasuredCommand, ranks: int, show: Callable[[str], None]
 ) -> tuple[ModelProfile, ModelProfile]:
-    """Return the profile of `ranks` processes that share the cores, and of one process with all cores."""
-    show(f"measuring {command.script} in {ranks} independent process{'es' if ranks > 1 else ''} ...")
-    profile = command.profiles(ranks, max(num_cores() // ranks, 1))[ONLY]
-    if ranks == 1:
-        return profile, profile
-    show(f"measuring {command.script} in one process ...")
-    return profile, command.profiles(1, num_cores())[ONLY]
+    """Return the profile of `ranks` processes that share the cores, and of one process with all cores.
+
+    A noisy measurement is repeated once, and the less noisy one counts.
+    """
+    found: dict[int, ModelProfile] = {}
+    for copies in dict.fromkeys((ranks, 1)):
+        threads = max(num_cores() // copies, 1)
+        text = f"measuring {command.script} in {'one process' if copies == 1 else f'{copies} independent processes'}"
+        show(f"{text} ...")
+        found[copies] = command.profiles(copies, threads)[ONLY]
+        if found[copies].noise >= NOISY:
+            show(f"{text} again, because other programs may have disturbed it ...")
+            found[copies] = min(found[copies], command.profiles(copies, threads)[ONLY], key=lambda each: each.noise)
+    return found[ranks], found[1]
 
 
 def as_json(scenario: Scenario, predictions: Sequence[StepPrediction], measured: dict[str, float]) -> dict[str, Any]:
@@ -104,7 +111,8 @@ def as_json(scenario: Scenario, predictions: Sequence[StepPrediction], measured:
         "ranks_per_node": shape.ranks_per_node,
         "link": None if shape.link is None else asdict(shape.link),
         "strategies": lines,
-        "choice": choose(predictions).candidate.as_json(),
+        "choice": choose(predictions, scenario.noise).candidate.as_json(),
+        "uncertain": scenario.noise > 1,
         "changes": find_changes(scenario),
     }
 
@@ -146,21 +154,31 @@ def show_explanation(
     console.print(table)
     if not all(prediction.candidate.is_exact for prediction in predictions):
         console.print("* applies stale or rounded gradients: more examples per second may still learn more slowly")
-    best = choose(predictions)
-    console.print(f"\n{explain_choice(best, predictions)}")
+    best = choose(predictions, scenario.noise)
+    console.print(f"\n{explain_choice(predictions, scenario.noise)}")
     console.print(f"bottleneck: {best.bottleneck}; remedy: {_REMEDIES[best.bottleneck]}")
     for sentence in find_changes(scenario):
         console.print(sentence)
-    noise = describe_noise(scenario.profile.steps_s) or describe_noise(scenario.alone.steps_s)
-    for remark in (describe_server_bound(scenario), _describe_embedding(scenario), noise):
+    for remark in (describe_server_bound(scenario), _describe_embedding(scenario)):
         if remark is not None:
             console.print(remark)
 
 
-def explain_choice(best: StepPrediction, predictions: Sequence[StepPrediction]) -> str:
-    """Return the reason for a choice in one line."""
-    choosable = [best, *(found for found in predictions if found.candidate.is_choosable and found is not best)]
-    texts = [f"{found.candidate.description}, {found.examples_per_s:,.0f} examples/s" for found in choosable[:2]]
+def explain_choice(predictions: Sequence[StepPrediction], noise: float) -> str:
+    """Return the reason for the choice of :func:`choose`."""
+
+    def describe(found: StepPrediction) -> str:
+        return f"{found.candidate.description}, {found.examples_per_s:,.0f} examples/s"
+
+    fastest = choose(predictions)
+    if noise > 1:
+        return (
+            f"uncertain: the measured steps vary by a factor of {noise:.1f}, perhaps because other programs use this "
+            "machine, so only a strategy that is faster by this factor replaces the default. Chosen: "
+            f"{describe(choose(predictions, noise))}; fastest by prediction: {describe(fastest)}"
+        )
+    others = [found for found in predictions if found.candidate.is_choosable and found is not fastest]
+    texts = map(describe, [fastest, *others[:1]])
     return f"fastest strategy with the result of one device: {'; next: '.join(texts)}"
 
 
@@ -211,13 +229,12 @@ def choose_options(options: RunOptions, show: Callable[[str], None]) -> tuple[Ru
     chosen = ExplainOptions(script=options.script, arguments=options.arguments, nproc_per_node=options.nproc_per_node)
     _, scenario = measure_scenario(chosen, show)
     predictions = predict_all(scenario)
-    best = choose(predictions)
-    candidate = best.candidate
+    candidate = choose(predictions, scenario.noise).candidate
     ranks = 1 if candidate.strategy == "one-device" else scenario.shape.ranks_per_node
     changed = replace(options, strategy=candidate.strategy, nproc_per_node=ranks)
     if candidate.consistency is not None:
         changed = replace(changed, consistency=candidate.consistency, servers=candidate.servers)
-    reason = explain_choice(best, predictions)
+    reason = explain_choice(predictions, scenario.noise)
     if ranks < scenario.shape.ranks_per_node:
         reason += f"; runs 1 process instead of {scenario.shape.ranks_per_node}"
     return changed, reason

@@ -26,7 +26,7 @@ from paceline.planning.steps import (
 )
 from paceline.planning.waiting import barrier_s
 from paceline.protocol.consistency import Sequential, parse_consistency
-from paceline.strategies import check_strategy
+from paceline.strategies import check_strategy, default_strategy
 from paceline.strategies.profile import ModelProfile
 
 PREDICTED: Final = ("one-device", "all-reduce", "parameter-server", "hybrid", "sharded", "pipeline")
@@ -41,6 +41,8 @@ both gradients and parameters are encoded and decoded.
 """
 _TAU: Final = 4
 _FILTER_VALUES: Final = 1 << 20
+NOISY: Final = 2.0
+"""From this factor on, a measurement is too noisy to order strategies whose speeds are similar."""
 _LARGEST_CHANGE: Final = 1000.0
 _CHANGES, _HALVINGS = 10, 6
 
@@ -173,6 +175,12 @@ class Scenario:
     servers: int | None = None
     """Number of separate servers, if the user gives it; else the number of nodes."""
 
+    @property
+    def noise(self) -> float:
+        """The factor by which other programs may have disturbed the measurements; 1 if it is small."""
+        noise = max(self.profile.noise, self.alone.noise)
+        return noise if noise >= NOISY else 1.0
+
     def with_link_speed(self, factor: float) -> Scenario:
         assert self.shape.link is not None
         return replace(self, shape=replace(self.shape, link=self.shape.link.with_speed(factor)))
@@ -303,10 +311,16 @@ def predict_all(scenario: Scenario) -> list[StepPrediction]:
     return sorted(predictions, key=lambda prediction: -prediction.examples_per_s)
 
 
-def choose(predictions: Sequence[StepPrediction]) -> StepPrediction:
-    """Return the fastest prediction whose candidate may be chosen automatically."""
+def choose(predictions: Sequence[StepPrediction], noise: float = 1.0) -> StepPrediction:
+    """Return the fastest prediction whose candidate may be chosen automatically.
+
+    Return the launcher's default strategy instead, unless the fastest one is `noise` times as fast.
+    """
     suitable = [prediction for prediction in predictions if prediction.candidate.is_choosable]
-    return max(suitable, key=lambda prediction: prediction.examples_per_s)
+    best = max(suitable, key=lambda prediction: prediction.examples_per_s)
+    name = default_strategy(has_servers=False, num_ranks=2)
+    default = next((prediction for prediction in suitable if prediction.candidate.strategy == name), best)
+    return best if best.examples_per_s >= noise * default.examples_per_s else default
 
 
 def describe_server_bound(scenario: Scenario) -> str | None:
@@ -324,7 +338,12 @@ def describe_server_bound(scenario: Scenario) -> str | None:
 
 
 def find_changes(scenario: Scenario) -> list[str]:
-    """Return sentences about the smallest changes that make another strategy the choice."""
+    """Return sentences about the smallest changes that make another strategy the choice.
+
+    Return none if the measurements are noisy.
+    """
+    if scenario.noise > 1:
+        return []
     choosable = [candidate for candidate in candidates(scenario) if candidate.is_choosable]
 
     def choice(changed: Scenario) -> StrategyCandidate:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,18 +23,21 @@ from paceline.launch import RunOptions
 from paceline.launch.fork_server import module_command
 from paceline.launch.run.plan import command_of
 from paceline.launch.run.run import check_script
-from paceline.launch.supervisor import Supervisor, describe_status, spawn
+from paceline.launch.supervisor import ChildProcess, Supervisor, describe_status, spawn
 from paceline.planning.options import ScriptOptions
 from paceline.planning.predictions import StrategyCandidate
-from paceline.planning.waiting import without_drift
+from paceline.planning.waiting import spread_of, without_drift
 from paceline.strategies.profile import (
     COPIES,
+    FEWEST_STEPS,
+    LEAST_STEPS,
     STARTED,
     TARGET,
     LayerProfile,
     ModelProfile,
     StepRecord,
     read_record,
+    warm_up_steps,
     without_outliers,
 )
 from paceline.temporary import TemporaryFolder
@@ -43,13 +47,16 @@ ONLY: Final = ""
 """The name of the model of a script that trains a single model."""
 _PATIENCE_S: Final = 300.0
 """A script must reach its training loop, and end a few dozen steps, in this time."""
+_OPTIONAL_S: Final = 30.0
+"""A process may take this much longer after it has written its profile, to add the time of microbatches."""
+_POLL_S: Final = 0.1
 _SLOWER: Final = 10
 """Steps may take this many times as long as predicted."""
 _END_S: Final = 5.0
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _FOREIGN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_SCHEDULER", "PACELINE_COORDINATOR")
 _TUTORIAL: Final = (
-    "A script must train on a loader from paceline.torch.strategy().prepare(model, optimizer, loader), for at least 25 "
+    "A script must train on a loader from paceline.torch.strategy().prepare(model, optimizer, loader), for at least {} "
     "steps"
 )
 
@@ -86,13 +93,10 @@ class MeasuredCommand:
                 {**variables, **device, "PACELINE_PROFILE": str(folder.path / str(number))}
                 for number, device in enumerate(devices)
             ]
-            self._run([command] * copies, added, _PATIENCE_S * len(models))
-            return {
-                model: mean_profile(
-                    [self._read(folder.path / model / f"{n}/profile.json", ModelProfile) for n in range(copies)]
-                )
-                for model in models
-            }
+            files = [[folder.path / model / f"{n}/profile.json" for model in models] for n in range(copies)]
+            self._run([command] * copies, added, _PATIENCE_S * len(models), LEAST_STEPS, files)
+            found = [[self._read(file, ModelProfile, LEAST_STEPS) for file in of_copy] for of_copy in files]
+            return {model: mean_profile(same) for model, *same in zip(models, *found, strict=True)}
 
     def records(
         self,
@@ -120,25 +124,34 @@ class MeasuredCommand:
                 place.mkdir()
                 (place / TARGET).write_text(str(target_loss))
             added = {"PACELINE_PROFILE": str(place), "PACELINE_PROFILE_STEPS": str(steps)}
-            self._run(
-                [command], [added], _PATIENCE_S * len(models) + _SLOWER * steps * step_s, f" under {candidate.label}"
-            )
+            limit_s, least = _PATIENCE_S * len(models) + _SLOWER * steps * step_s, warm_up_steps(steps) + FEWEST_STEPS
+            self._run([command], [added], limit_s, least, under=f" under {candidate.label}")
             return {
-                model: [self._read(folder.path / model / f"ranks/rank{n}.json", StepRecord) for n in range(ranks)]
+                model: [
+                    self._read(folder.path / model / f"ranks/rank{n}.json", StepRecord, least) for n in range(ranks)
+                ]
                 for model in models
             }
 
-    def _read(self, file: Path, kind: type[_Record]) -> _Record:
+    def _read(self, file: Path, kind: type[_Record], least: int) -> _Record:
         if not file.exists():
-            raise UsageError(f"{self.script} ended before its steps could be measured. {_TUTORIAL}")
+            raise UsageError(f"{self.script} ended before its steps could be measured. {_TUTORIAL.format(least)}")
         return read_record(file, kind)
 
     def _run(
-        self, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], limit_s: float, under: str = ""
+        self,
+        commands: Sequence[Sequence[str]],
+        variables: Sequence[dict[str, str]],
+        limit_s: float,
+        least: int,
+        files: Sequence[Sequence[Path]] = ((),),
+        *,
+        under: str = "",
     ) -> None:
         """Run commands at the same time until they end. Raises PeerError if one fails, UsageError after `limit_s`.
 
-        The error has the words `under`, such as `` under all-reduce``.
+        A command that has written its `files` may fail, or hang. The errors have the needed number of steps `least`,
+        and the words `under`, such as `` under all-reduce``.
         """
         inherited = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
         supervisor, deadline = Supervisor(), time.monotonic() + limit_s
@@ -154,12 +167,11 @@ class MeasuredCommand:
                         env={**inherited, **added},
                     )
                     supervisor.start(f"process {number}", launch, is_foreign=True)
-                for child in supervisor.children:
-                    try:
-                        status = child.process.wait(max(deadline - time.monotonic(), 0.0))
-                    except subprocess.TimeoutExpired:
+                for child, written in zip(supervisor.children, files, strict=True):
+                    status = _wait(child.process, deadline, written)
+                    if status is None:
                         folders = [Path(added["PACELINE_PROFILE"]) for added in variables]
-                        raise UsageError(self._describe_timeout(folders, limit_s)) from None
+                        raise UsageError(self._describe_timeout(folders, limit_s, least))
                     if status:
                         output.seek(0)
                         lines = output.read().decode(errors="replace").split("\n")
@@ -169,13 +181,28 @@ class MeasuredCommand:
             finally:
                 supervisor.close(_END_S, signal.SIGTERM)
 
-    def _describe_timeout(self, folders: Sequence[Path], limit_s: float) -> str:
+    def _describe_timeout(self, folders: Sequence[Path], limit_s: float, least: int) -> str:
         if any((folder / STARTED).exists() for folder in folders):
             return (
                 f"{self.script} did not end its measured steps within {limit_s:.0f} s. Use a smaller batch, fewer "
                 "--steps, or an idle machine"
             )
-        return f"{self.script} ran for {limit_s:.0f} s and did not reach its training loop. {_TUTORIAL}"
+        return f"{self.script} ran for {limit_s:.0f} s and did not reach its training loop. {_TUTORIAL.format(least)}"
+
+
+def _wait(process: ChildProcess, deadline_s: float, files: Sequence[Path]) -> int | None:
+    """Return the status of a process when it ends; None after the deadline.
+
+    Return 0 for a process that has written all its files, also if it fails or hangs then.
+    """
+    status, has_written = None, False
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            status = process.wait(_POLL_S)
+        if files and not has_written and all(file.exists() for file in files):
+            has_written, deadline_s = True, min(deadline_s, time.monotonic() + _OPTIONAL_S)
+        if status is not None or time.monotonic() >= deadline_s:
+            return 0 if has_written else status
 
 
 def devices_of(copies: int) -> list[str | None]:
@@ -212,11 +239,13 @@ def mean_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
             statistics.fmean(getattr(layer, name) for layer in same) for name in ("forward_s", "backward_s")
         )
         layers.append(replace(same[0], forward_s=forward_s, backward_s=backward_s))
-    steps_s = itertools.chain.from_iterable(without_drift(without_outliers(profile.steps_s)) for profile in profiles)
+    steps_s = [without_drift(without_outliers(profile.steps_s)) for profile in profiles]
     return replace(
         first,
         layers=tuple(layers),
-        steps_s=tuple(steps_s),
+        steps_s=tuple(itertools.chain.from_iterable(steps_s)),
+        spread=spread_of([step_s for profile in profiles for step_s in profile.steps_s]),
+        stretch=statistics.fmean(profile.stretch for profile in profiles),
         microbatch_s=statistics.fmean(profile.microbatch_s for profile in profiles),
         program_s=statistics.fmean(profile.program_s for profile in profiles),
         update_s=statistics.fmean(profile.update_s for profile in profiles),

@@ -16,7 +16,6 @@ _ITERATIONS: Final = 400
 _MOST_DRAWS: Final = 4_000_000
 _MOST_RANKS: Final = 100_000
 """Among so many draws of a few thousand values are already the longest ones."""
-_NOISY: Final = 2.0
 _AROUND: Final = 5
 """Steps on each side."""
 
@@ -32,15 +31,10 @@ def without_drift(steps_s: Sequence[float]) -> list[float]:
     return [*(ratios * (values.mean() / ratios.mean()))]
 
 
-def describe_noise(steps_s: Sequence[float]) -> str | None:
-    """Return a warning if equal steps have very different durations; None otherwise."""
+def spread_of(steps_s: Sequence[float]) -> float:
+    """Return the 0.9-quantile of durations divided by their 0.1-quantile."""
     low, high = np.quantile(steps_s, (0.1, 0.9))
-    if high < _NOISY * low:
-        return None
-    return (
-        f"uncertain: the slowest tenth of the measured steps takes {high / low:.1f} times as long as the fastest "
-        "tenth, perhaps because other programs use this machine"
-    )
+    return float(high / low)
 
 
 def expected_maximum(draws: Sequence[float], count: int) -> float:

@@ -31,6 +31,13 @@ TARGET: Final = "target"
 LAST: Final = "last"
 """A file with this name in the profile's folder has the number of the last step, once a rank has reached the target."""
 NUM_LATEST: Final = 10
+WARM_UP: Final = 3
+FEWEST_STEPS: Final = 3
+"""A script with fewer measured steps is not measured."""
+LEAST_STEPS: Final = 13
+"""A script with fewer steps has no profile: three warm up, one measures memory, five measure the layers, one more warms
+up, and three are measured as a whole.
+"""
 _OUTLIER: Final = 3.0
 
 
@@ -81,9 +88,21 @@ class ModelProfile:
     """Buffers of the model, such as BatchNorm's statistics."""
     microbatch_s: float = 0.0
     """The additional time of each microbatch, if a batch is computed in several microbatches instead of at once."""
+    spread: float = 1.0
+    """The duration of the slowest tenth of the steps, divided by that of the fastest tenth."""
+    stretch: float = 1.0
+    """The duration of the steps, divided by their duration without waiting for a core that other threads use."""
     busy_cores: float = 1.0
-    """The processor time of the layers divided by their duration. Other parts of a step use one core."""
+    """The processor time of the layers, divided by their duration without waiting for a core; at least 1.
+
+    Other parts of a step use one core.
+    """
     is_on_gpu: bool = False
+
+    @property
+    def noise(self) -> float:
+        """The factor by which other programs may have disturbed the measurement."""
+        return max(self.spread, self.stretch)
 
     @property
     def parameter_bytes(self) -> int:
@@ -159,6 +178,11 @@ class StepRecord:
         """Return the number of the first step after which the latest loss is at most `target`; None if it is larger."""
         numbers = range(1, len(self.losses) + 1)
         return next((number for number in numbers if latest_loss(self.losses[:number]) <= target), None)
+
+
+def warm_up_steps(num_steps: int) -> int:
+    """Return the number of steps that warm up before `num_steps` measured ones, because the first steps are slower."""
+    return max(num_steps // 5, WARM_UP)
 
 
 def without_outliers(steps_s: Sequence[float]) -> list[float]:

@@ -1,19 +1,23 @@
-"""How a script is measured: copies that begin their steps together, and the additional time of microbatches."""
+"""How a script is measured: its steps, copies that begin their steps together, and the time of microbatches."""
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.strategies.profile import STARTED
-from paceline.torch.strategies.measuring import program_copies
+from paceline.strategies.profile import LEAST_STEPS, STARTED, ModelProfile, read_record
+from paceline.torch.strategies.measuring import profiling, program_copies
 from paceline.torch.strategies.measuring.microbatch_times import MicrobatchTimes
+from paceline.torch.strategies.measuring.profiling import StepProfiler
 from paceline.torch.strategies.measuring.program_copies import ProgramCopies
+from paceline.torch.strategies.one_device import OneDevice
 
 STEPS = 20
 
@@ -83,3 +87,81 @@ def test_microbatches_take_additional_time(
     times = MicrobatchTimes(model, lambda: None)
     model(torch.randn(examples, 3), scale=2.0)
     assert times.measure() == pytest.approx(more_s)
+
+
+def measure_script(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_steps: int,
+    model: nn.Module,
+    wait: Callable[[], None] = lambda: None,
+) -> ModelProfile | None:
+    """Train a model for `num_steps` steps, and end the program. Return the profile; None if none was written."""
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    strategy = OneDevice()
+    strategy.module, strategy.optimizers = model, [torch.optim.SGD(model.parameters(), 0.1)]
+    profiler = StepProfiler(strategy, folder, None, list)
+    try:
+        for inputs in profiler.watch(iter([(torch.randn(16, 3),)] * num_steps)):
+            model(*inputs).sum().backward()
+            wait()
+            strategy.optimizers[0].step()
+    except SystemExit:
+        assert num_steps > LEAST_STEPS
+    for end in at_exit:
+        end()
+    path = folder / "profile.json"
+    return read_record(path, ModelProfile) if path.exists() else None
+
+
+@pytest.mark.parametrize("num_steps", [LEAST_STEPS - 1, LEAST_STEPS, 1000])
+def test_a_script_needs_thirteen_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
+    """A longer script ends after 310 steps, ten of which are not measured as a whole."""
+    found = measure_script(tmp_path, monkeypatch, num_steps, nn.Linear(3, 2))
+    measured = {LEAST_STEPS - 1: None, LEAST_STEPS: 3, 1000: 300}[num_steps]
+    assert (None if found is None else len(found.steps_s)) == measured
+
+
+def test_the_profile_is_written_before_small_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may hang on a small batch. The finished measurements are already in the file then."""
+    found: list[ModelProfile] = []
+
+    class Watching(Slow):
+        def forward(self, inputs: Tensor, *, scale: float = 1.0) -> Tensor:
+            if len(inputs) < 16:
+                found.append(read_record(tmp_path / "profile.json", ModelProfile))
+            return super().forward(inputs, scale=scale)
+
+    after = measure_script(tmp_path, monkeypatch, LEAST_STEPS, Watching())
+    assert after is not None
+    assert found
+    assert {profile.steps_s for profile in found} == {after.steps_s}
+
+
+def test_waiting_for_a_core_is_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of each step is spent without a core: the layers use one core in the other half."""
+    clock_s = {"elapsed": 0.0, "used": 0.0, "waited": 0.0}
+
+    def pass_time() -> None:
+        clock_s["elapsed"] += 0.02
+        clock_s["used"] += 0.01
+        clock_s["waited"] += 0.01
+
+    class Busy(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            pass_time()
+            return super().forward(inputs)
+
+    class Waiting:
+        def read_text(self) -> str:
+            return f"0 {round(clock_s['waited'] * 1e9)} 0"
+
+    monkeypatch.setattr(profiling, "CORE_WAITS", Waiting())
+    monkeypatch.setattr(time, "perf_counter", lambda: clock_s["elapsed"])
+    monkeypatch.setattr(time, "process_time", lambda: clock_s["used"])
+    found = measure_script(tmp_path, monkeypatch, LEAST_STEPS, Busy(3, 2), pass_time)
+    assert found is not None
+    assert found.stretch == pytest.approx(2.0)
+    assert found.noise == pytest.approx(2.0)
+    assert found.busy_cores == pytest.approx(1.0)

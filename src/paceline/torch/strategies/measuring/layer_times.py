@@ -184,7 +184,7 @@ class LayerTimes:
         return statistics.median(self._updates_s)
 
     def busy_cores(self) -> float:
-        """Return the mean number of cores that the layers use."""
+        """Return the processor time of the layers, divided by their duration."""
         return self._layers_used_s / self._layers_s if self._layers_s else 1.0
 
     def _find_layers(self, module: nn.Module) -> None:

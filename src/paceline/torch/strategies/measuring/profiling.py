@@ -12,7 +12,8 @@ import atexit
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -23,13 +24,16 @@ from paceline.output_files import replacing
 from paceline.ps import Client
 from paceline.strategies.profile import (
     COPIES,
+    FEWEST_STEPS,
     LAST,
     NUM_LATEST,
     STARTED,
     TARGET,
+    WARM_UP,
     ModelProfile,
     StepRecord,
     latest_loss,
+    warm_up_steps,
     write_record,
 )
 from paceline.torch.strategies.measuring.layer_times import LayerTimes
@@ -41,20 +45,18 @@ from paceline.torch.strategies.step_phases import num_examples, watch_backward
 if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy
 
-_WARM_UP: Final = 3
-_WARM_UP_SHARE: Final = 5
-"""There is one warm-up step for this many measured steps, because the first steps are slower."""
 _LAYER_STEPS: Final = 5
 _LEAST_STEPS, _MOST_STEPS, _LONG_S = 12, 300, 3.0
 """Numbers of steps that are measured as a whole, and the time after which the smaller number is enough."""
-_FEWEST_STEPS: Final = 3
-"""A program that ends earlier is not measured."""
 _MORE_STEPS: Final = 2
 """All ranks end this many steps after the first rank reaches the target. Other ranks may be one step ahead of it."""
+CORE_WAITS: Final = Path("/proc/thread-self/schedstat")
 
 
 class _MeasuredStep(NamedTuple):
     seconds: float
+    waited_s: float
+    """The part of the step in which this thread was ready and had no core."""
     end_s: float
     loss: Tensor | None
 
@@ -79,8 +81,10 @@ class StepProfiler:
         self._number = 0
         self._batch_size = 0
         self._steps: list[_MeasuredStep] = []
+        self._hooked_steps: list[_MeasuredStep] = []
         self._loss: Tensor | None = None
-        self._first_s = self._began_s = 0.0
+        self._first_s = self._began_s = self._waited_s = 0.0
+        """The beginnings of the first step and of this step, and the time that this thread had waited for a core."""
         self._is_written = False
         atexit.register(self._write)
 
@@ -90,7 +94,7 @@ class StepProfiler:
             stack.callback(watch_backward(self._begin_backward, self._layers.end_backward))
             if not self._number:
                 self._begin()
-            self._began_s = time.perf_counter()
+            self._begin_interval()
             self._first_s = self._first_s or self._began_s
             for batch in batches:
                 self._begin_step(batch)
@@ -108,16 +112,26 @@ class StepProfiler:
         else:
             (self._directory / STARTED).touch()
 
+    def _begin_interval(self) -> None:
+        self._waited_s = self._read_waited_s()
+        self._began_s = time.perf_counter()
+
+    def _read_waited_s(self) -> float:
+        """Return the seconds for which this thread has waited for a core; 0 if the system does not measure them."""
+        with suppress(OSError, IndexError):
+            return int(CORE_WAITS.read_text().split()[1]) / 1e9 if self._num_steps is None else 0.0
+        return 0.0
+
     def _begin_step(self, batch: Any) -> None:
         self._batch_size = max(self._batch_size, num_examples(batch))
         self._loss = None
         if self._num_steps is not None:
             return
-        if self._number == _WARM_UP:
+        if self._number == WARM_UP:
             assert self._strategy.module is not None
             self._layers.hook_memory(self._strategy.module)
             self._microbatches = MicrobatchTimes(self._strategy.module, self._layers.synchronize)
-        elif self._number == _WARM_UP + 1:
+        elif self._number == WARM_UP + 1:
             self._layers.hook_times(self._strategy.optimizers)
         self._layers.begin_step(self._began_s)
 
@@ -126,29 +140,34 @@ class StepProfiler:
         self._layers.synchronize()
         self._layers.end_step()
         now_s = time.perf_counter()
-        step_s, self._began_s = now_s - self._began_s, now_s
+        step = _MeasuredStep(
+            seconds=now_s - self._began_s,
+            waited_s=self._read_waited_s() - self._waited_s,
+            end_s=now_s - self._first_s,
+            loss=self._loss,
+        )
         if self._copies is not None:
             self._copies.wait()
-            self._began_s = time.perf_counter()
+        self._begin_interval()
         self._number += 1
         if self._num_steps is not None:
-            warm_up = max(self._num_steps // _WARM_UP_SHARE, _WARM_UP)
+            warm_up = warm_up_steps(self._num_steps)
             if self._number > warm_up:
-                self._record(step_s, now_s)
+                self._steps.append(step)
             elif self._number == warm_up:
                 self._traffic = TrafficCounter(self._strategy.rank, self._strategy.world_size, self._clients())
-                self._first_s = self._began_s = time.perf_counter()
+                self._begin_interval()
+                self._first_s = self._began_s
             return len(self._steps) == self._num_steps or (self._target is not None and self._is_last(self._target))
-        first = _WARM_UP + 1 + _LAYER_STEPS
-        if self._number in (_WARM_UP + 1, first):
+        first = WARM_UP + 1 + _LAYER_STEPS
+        if self._number in (WARM_UP + 1, first):
             self._layers.remove_hooks()
         if self._number > first + 1:  # the step after the removal of the hooks warms up too
-            self._record(step_s, now_s)
+            self._steps.append(step)
+        elif WARM_UP + 1 < self._number <= first:
+            self._hooked_steps.append(step)
         count = len(self._steps)
         return count >= _MOST_STEPS or (count >= _LEAST_STEPS and sum(step.seconds for step in self._steps) >= _LONG_S)
-
-    def _record(self, step_s: float, now_s: float) -> None:
-        self._steps.append(_MeasuredStep(step_s, now_s - self._first_s, self._loss))
 
     def _is_last(self, target: float) -> bool:
         """Return whether all ranks end after this step, because one of them has reached the target loss."""
@@ -169,12 +188,15 @@ class StepProfiler:
         """Write the measurements, unless there are too few. A program may end before its last measured step."""
         if self._copies is not None:
             self._copies.end()
-        if self._is_written or len(self._steps) < _FEWEST_STEPS:
+        if self._is_written or len(self._steps) < FEWEST_STEPS:
             return
         self._is_written = True
         steps, rank = self._steps, self._strategy.rank
         if self._num_steps is None:
-            write_record(self._directory / "profile.json", self._profile())
+            profile, path = self._profile(), self._directory / "profile.json"
+            write_record(path, profile)
+            if self._microbatches is not None:  # after the first record, because the model may fail or hang
+                write_record(path, replace(profile, microbatch_s=self._microbatches.measure()))
             return
         assert self._traffic is not None
         has_messages = self._strategy.name == "pipeline"  # which are not counted
@@ -207,11 +229,17 @@ class StepProfiler:
             batch_size=max(self._batch_size, 1),
             optimizer_bytes=sum(tensor.nbytes for tensor in state),
             buffer_bytes=sum(buffer.nbytes for buffer in strategy.module.buffers()),
-            microbatch_s=0.0 if self._microbatches is None else self._microbatches.measure(),
-            busy_cores=self._layers.busy_cores(),
+            stretch=_stretch(self._steps),
+            busy_cores=max(self._layers.busy_cores() * _stretch(self._hooked_steps), 1.0),
             is_on_gpu=strategy.device.type == "cuda",
         )
         return profile.scaled_to_steps()  # the hooks make steps slower
+
+
+def _stretch(steps: Sequence[_MeasuredStep]) -> float:
+    """Return the duration of the steps, divided by their duration without waiting for a core."""
+    total_s = sum(step.seconds for step in steps)
+    return total_s / max(total_s - sum(step.waited_s for step in steps), 1e-9)
 
 
 def _losses(steps: Sequence[_MeasuredStep]) -> list[float | None]:
