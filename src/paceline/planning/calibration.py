@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from paceline.planning.predictions import FILTER, Scenario, StrategyCandidate, p
 from paceline.planning.scripts import MeasuredCommand, measured_step_s
 from paceline.planning.steps import ClusterShape
 from paceline.protocol.buckets import ALL
-from paceline.strategies.profile import ModelProfile
+from paceline.strategies.profile import ModelProfile, find_impossible
 from paceline.tables.dense_part import DensePart
 from paceline.tables.initializers import Zeros
 from paceline.tables.part import Selection
@@ -36,6 +37,7 @@ from paceline.tables.spec import TableSpec
 from paceline.transport import register_type
 from paceline.version import __version__
 
+_Kind = TypeVar("_Kind")
 _MODULE: Final = "paceline.torch.calibration"
 _SIZES: Final = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 25)
 _SOCKET_BYTES: Final = 1 << 22
@@ -73,13 +75,28 @@ def folder() -> Path:
 
 
 def load_machine(ranks_per_node: int) -> Machine | None:
-    """Return the stored costs of this machine for this number of ranks; None if they are not measured yet."""
-    try:
-        stored = msgspec.json.decode(_machine_file(ranks_per_node).read_bytes(), type=register_type(StoredMachine))
-    except (OSError, RuntimeError, msgspec.MsgspecError):
-        return None
-    is_same = (stored.version, stored.host, stored.machine.num_cores) == (__version__, platform.node(), num_cores())
-    return stored.machine if is_same else None
+    """Return the stored costs of this machine for this number of ranks; None if they are not measured yet.
+
+    Print a warning for a file with impossible contents, and return None.
+    """
+
+    def is_same(stored: StoredMachine) -> bool:
+        found = (stored.version, stored.host, stored.machine.num_cores)
+        return found == (__version__, platform.node(), num_cores())
+
+    def find_problem(stored: StoredMachine) -> str | None:
+        machine = stored.machine
+        sizes = [num_bytes for num_bytes, _ in machine.all_reduce.points]
+        if not is_same(stored):
+            return None
+        if machine.ranks_per_node != ranks_per_node:
+            return f"ranks_per_node is {machine.ranks_per_node}, but must be {ranks_per_node}"
+        if not sizes or sizes[0] < 1 or sizes != sorted(set(sizes)):
+            return "all_reduce.points must have increasing sizes, from 1 byte up"
+        return find_impossible(machine)
+
+    stored = _read(_machine_file(ranks_per_node), StoredMachine, find_problem, "This machine is measured again")
+    return stored.machine if stored is not None and is_same(stored) else None
 
 
 def measure_machine(ranks_per_node: int) -> Machine:
@@ -206,10 +223,8 @@ def _machine_file(ranks: int) -> Path:
 
 def load_results() -> dict[str, float]:
     """Return the measured steps of ``paceline compare``, in seconds, by the key of :func:`key_of`."""
-    try:
-        return msgspec.json.decode(_results_file().read_bytes(), type=register_type(dict[str, float]))
-    except (OSError, RuntimeError, msgspec.MsgspecError):
-        return {}
+    remedy = "Measure the script again with paceline compare"
+    return _read(_results_file(), dict[str, float], find_impossible, remedy) or {}
 
 
 def store_result(key: str, step_s: float) -> None:
@@ -227,6 +242,21 @@ def key_of(command: MeasuredCommand, ranks: int, candidate: StrategyCandidate) -
     """Return the key of a result: everything that the measured step depends on."""
     machine = f"{__version__} | {platform.node()} | {num_cores()} cores"
     return f"{machine} | {command.name} | {ranks} ranks | {candidate.label} | servers: {candidate.servers}"
+
+
+def _read(path: Path, kind: type[_Kind], find_problem: Callable[[_Kind], str | None], remedy: str) -> _Kind | None:
+    """Return the contents of a file; None without the file. Print a warning for other contents, and return None."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=register_type(kind))
+        problem = find_problem(found)
+    except OSError:
+        return None
+    except (ValueError, RuntimeError) as error:  # no JSON, no UTF-8, or too many levels
+        problem = str(error)
+    if problem is None:
+        return found
+    print(f"paceline: {path} is not used: {problem}. {remedy}", file=sys.stderr, flush=True)
+    return None
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Final
 
 from paceline.errors import UsageError
-from paceline.strategies.profile import LayerProfile, ModelProfile, read_record
+from paceline.strategies.profile import LayerProfile, ModelProfile, find_impossible, read_record
 
 _FORWARD_SHARE: Final = 1 / 3
 _QUANTILES: Final = 10_000
 _M: Final = 1_000_000
-_MOST_SECONDS, _MOST_COUNT = 1e6, 1e13
-"""The largest times and sizes in a profile: 11 days, and 10 TB."""
 
 _RESNET50: Final = [(0.01, 118), (0.22, 668), (1.22, 1032), (7.1, 1464), (14.96, 808), (2.05, 2)]
 _RESNET101: Final = [(0.01, 118), (0.22, 668), (1.22, 1032), (26.1, 5180), (14.96, 808), (2.05, 2)]
@@ -94,22 +92,12 @@ def find_model(name: str) -> ModelProfile:
 
 def _check_profile(name: str, profile: ModelProfile) -> None:
     """Raise UsageError for values that no measurement has, such as a negative time."""
-    records = {"": profile} | {f"layers[{number}].": layer for number, layer in enumerate(profile.layers)}
-    for prefix, record in records.items():
-        for field in fields(record):
-            value = getattr(record, field.name)
-            numbers = value if field.name == "steps_s" else (value,)
-            most = _MOST_SECONDS if field.name.endswith("_s") else _MOST_COUNT
-            for number in numbers:
-                if isinstance(number, (int, float)) and not 0 <= number <= most:
-                    raise UsageError(
-                        f"--model {name}: {prefix}{field.name} is {number:g}, but must be from 0 to {most:g}. Measure "
-                        "the script again with PACELINE_PROFILE=DIR paceline run SCRIPT"
-                    )
+    problem = find_impossible(profile)
     if not profile.steps_s or not profile.batch_size or not min(profile.compute_s, *profile.steps_s) > 0:
+        problem = problem or "the profile has no steps, a batch without examples, or steps of 0 s"
+    if problem is not None:
         raise UsageError(
-            f"--model {name}: the profile has no steps, a batch without examples, or steps of 0 s. Measure the script "
-            "again with PACELINE_PROFILE=DIR paceline run SCRIPT"
+            f"--model {name}: {problem}. Measure the script again with PACELINE_PROFILE=DIR paceline run SCRIPT"
         )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -39,6 +40,8 @@ LEAST_STEPS: Final = 13
 up, and three are measured as a whole.
 """
 _OUTLIER: Final = 3.0
+_MOST_SECONDS, _MOST_COUNT = 1e6, 1e13
+"""The largest times and sizes in a record: 11 days, and 10 TB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,5 +210,24 @@ def read_record(path: Path, kind: type[_Kind]) -> _Kind:
     """Read a record that :func:`write_record` wrote. Raises UsageError for other contents, OSError without a file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=register_type(kind))
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # MsgspecError is one, and so is UnicodeDecodeError
         raise UsageError(f"{path} was not written by this version of Paceline: {error}. Write it again") from None
+
+
+def find_impossible(value: object, name: str = "") -> str | None:
+    """Return a clause about the first number in a record that no measurement has; None without such a number.
+
+    `value` is a dataclass, a dictionary, a sequence or a number, and `name` its place in the record.
+    """
+    if isinstance(value, (int, float)):
+        most = _MOST_SECONDS if name.rpartition(".")[2].partition("[")[0].endswith("_s") else _MOST_COUNT
+        is_possible, number = 0 <= value <= most, max(min(value, sys.float_info.max), -sys.float_info.max)
+        return None if is_possible else f"{name} is {number:g}, but must be from 0 to {most:g}"
+    parts: dict[str, object] = {}
+    if isinstance(value, dict):
+        parts = {f"{name}[{key!r}]": part for key, part in value.items()}
+    elif isinstance(value, (tuple, list)):
+        parts = {f"{name}[{number}]": part for number, part in enumerate(value)}
+    elif is_dataclass(value):
+        parts = {f"{name}.{field.name}".removeprefix("."): getattr(value, field.name) for field in fields(value)}
+    return next((found for place, part in parts.items() if (found := find_impossible(part, place))), None)

@@ -46,6 +46,9 @@ def test_profiles_from_files(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UsageError, match="was not written by this version of Paceline"):
         find_model(str(tmp_path / "other.json"))
+    (tmp_path / "other.json").write_bytes(b'{"layers": [{"name": "\xff')
+    with pytest.raises(UsageError, match="was not written by this version of Paceline"):
+        find_model(str(tmp_path / "other.json"))
     with pytest.raises(UsageError, match="--model lenet: expected resnet50, resnet101, vgg16"):
         find_model("lenet")
 
@@ -55,9 +58,10 @@ def test_profiles_from_files(tmp_path: Path) -> None:
     [
         ({"update_s": -1.0}, "update_s is -1, but must be from 0 to"),
         ({"update_s": 1e308}, "update_s is 1e\\+308"),
+        ({"batch_size": 10**400}, r"batch_size is 1.79769e\+308"),
         ({"batch_size": 0}, "a batch without examples"),
         ({"steps_s": ()}, "the profile has no steps"),
-        ({"steps_s": (1.0, -1.0)}, "steps_s is -1"),
+        ({"steps_s": (1.0, -1.0)}, r"steps_s\[1\] is -1"),
         (
             {"layers": (LayerProfile(name="a", forward_s=0.1, backward_s=0.1, parameter_bytes=1 << 70),)},
             r"layers\[0\]\.",
