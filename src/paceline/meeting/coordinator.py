@@ -30,6 +30,7 @@ from paceline.protocol.launchers import (
     RankEnd,
     RankStart,
 )
+from paceline.protocol.own_time import OwnTime
 from paceline.protocol.quorum import (
     AnnounceNewcomers,
     BreakQuorum,
@@ -105,6 +106,13 @@ class CoordinatedStore(ServedStore):
         self._first_usable = 0
         """The lowest quorum number whose keys are still valid. Requests for keys of lower numbers fail."""
         self._timer: asyncio.TimerHandle | None = None
+        self._tick_s = launchers.timeout_s / 8
+        self._time = OwnTime(2 * self._tick_s, time.monotonic())
+        self._now_s()
+
+    def _now_s(self) -> float:
+        self._time.read(time.monotonic())
+        return self._time.now_s
 
     @override
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
@@ -120,7 +128,7 @@ class CoordinatedStore(ServedStore):
             case JoinRequest():
                 self.carry_out(self.coordinator.joined(request))
             case QuorumReport():
-                self.carry_out(self.coordinator.reported(request, time.monotonic()))
+                self.carry_out(self.coordinator.reported(request, self._now_s()))
             case LeaveNotice():
                 self._reply(request.member, None)
                 self.carry_out(self.coordinator.left(request))
@@ -134,7 +142,7 @@ class CoordinatedStore(ServedStore):
             self.remove_members(self.launchers.disconnected(*launcher))
 
     def _answer_launcher(self, peer: Peer, request: LauncherRequest) -> None:
-        time_s = time.monotonic()
+        time_s = self._now_s()
         self.launchers.check_size(request.node, peer.hello.extra.get(NUM_RANKS))
         self.remove_members(self.launchers.request_received(request, time_s, peer.hello.name))
         self._connections[request.node, request.launcher] = peer
@@ -214,12 +222,12 @@ class CoordinatedStore(ServedStore):
         deadlines_s = [self.coordinator.deadline_s, self.launchers.deadline_s]
         deadline_s = min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
         if deadline_s is not None:
-            wait_s = max(deadline_s - time.monotonic(), 0.0)
+            wait_s = min(max(deadline_s - self._now_s(), 0.0), self._tick_s)
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._pass_time)
 
     def _pass_time(self) -> None:
-        self.remove_members(self.launchers.time_passed(time.monotonic()))
-        self.carry_out(self.coordinator.time_passed(time.monotonic()))
+        self.remove_members(self.launchers.time_passed(self._now_s()))
+        self.carry_out(self.coordinator.time_passed(self._now_s()))
 
 
 def _ended(quorum: int) -> PacelineError:

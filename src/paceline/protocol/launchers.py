@@ -113,7 +113,7 @@ class Launchers:
 
     def __init__(self, num_ranks: int, *, timeout_s: float, start_by_s: float) -> None:
         self.num_ranks = num_ranks
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._start_by_s = start_by_s
         self._unstarted = set(range(num_ranks))
         self._next_member = num_ranks
@@ -131,7 +131,7 @@ class Launchers:
     @property
     def deadline_s(self) -> float | None:
         """The time at which :meth:`time_passed` must be called; None without launchers to wait for."""
-        times = [launcher.last_request_s + self._timeout_s for launcher in self._nodes.values() if not launcher.is_lost]
+        times = [launcher.last_request_s + self.timeout_s for launcher in self._nodes.values() if not launcher.is_lost]
         if self._unstarted:
             times.append(self._start_by_s)
         return min(times, default=None)
@@ -203,7 +203,7 @@ class Launchers:
         """Return the members of launchers that became silent, and the initial ranks that were not started in time."""
         lost: list[int] = []
         for node, launcher in list(self._nodes.items()):
-            if time_s >= launcher.last_request_s + self._timeout_s:
+            if time_s >= launcher.last_request_s + self.timeout_s:
                 lost += self._declare_lost(node)
         if self._unstarted and time_s >= self._start_by_s:
             ranks = sorted(self._unstarted)
@@ -256,7 +256,7 @@ class OwnLaunchers(Launchers):
         if request.node not in self._nodes and not isinstance(request, RankStart):
             raise RankLostError(
                 "the other ranks continue without this rank, because its connection broke or it was silent for "
-                f"{self._timeout_s:g} s"
+                f"{self.timeout_s:g} s"
             )
         return super().request_received(request, time_s, name)
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from paceline.protocol.chains import Planner
 from paceline.protocol.membership import Member, Membership, Role
+from paceline.protocol.own_time import OwnTime
 from paceline.protocol.placement import NUM_BUCKETS
 from paceline.protocol.scheduler import events
 from paceline.protocol.scheduler.events import Event, Instruction, MessageReceived
@@ -101,8 +102,7 @@ class ClusterCore:
         following = NextView(Planner(num_buckets, replicas), Publication(replicas, salt), heartbeat_timeout_s)
         self._leader = Leader(Membership(num_servers, heartbeat_timeout_s), following)
         self._is_flushing = False  # whether a recovering scheduler has requested a Flush
-        self._time_s = 0.0
-        self._last_s: float | None = None
+        self._time = OwnTime(2 * self.heartbeat_s)
 
     @property
     def membership(self) -> Membership:
@@ -170,7 +170,7 @@ class ClusterCore:
             case Phase.FORMING | Phase.RECOVERING, MessageReceived(_, Heartbeat()):
                 return []
             case Phase.LEADING, _:
-                return self._leader.handle(event, self._time_s)
+                return self._leader.handle(event, self._time.now_s)
         out = self._await(event)
         if self.phase is Phase.RECOVERING:
             if not isinstance(event, (events.Flush, events.TimePassed)):
@@ -181,11 +181,8 @@ class ClusterCore:
         return out
 
     def _pass_time(self, time_s: float) -> None:
-        elapsed_s = 0.0 if self._last_s is None else max(time_s - self._last_s, 0.0)
-        if elapsed_s > self._timeout_s / 4:  # this process was stopped, so the servers' reports may be old
+        if self._time.read(time_s) > self._timeout_s / 4:  # this process was stopped, so reports may be old
             self.suspects.forget_reports()
-        self._time_s += min(elapsed_s, 2 * self.heartbeat_s)
-        self._last_s = time_s
 
     def _await(self, event: Event) -> list[Instruction]:
         newcomers, recovery = self.newcomers, self._recovery
@@ -195,7 +192,7 @@ class ClusterCore:
             case MessageReceived(peer, Rejoin() as rejoin):
                 if self.phase is Phase.FORMING:
                     self.phase = self.phase.after("Rejoin")
-                recovery.add(peer, rejoin, self._time_s)
+                recovery.add(peer, rejoin, self._time.now_s)
             case events.Disconnected(peer):
                 newcomers.forget(peer)
                 recovery.forget(peer)
@@ -223,11 +220,11 @@ class ClusterCore:
 
     def _recover(self) -> list[Instruction]:
         out: list[Instruction] = []
-        for outcome in self._recovery.decide(self.newcomers.nodes, self._time_s, self.newcomers.highest_term):
+        for outcome in self._recovery.decide(self.newcomers.nodes, self._time.now_s, self.newcomers.highest_term):
             match outcome:
                 case Succession():
                     self.phase, self.name = self.phase.after("take over"), outcome.cluster
-                    out += self._leader.take_over(outcome, self._time_s)
+                    out += self._leader.take_over(outcome, self._time.now_s)
                     self._recovery.reset()
                 case Abandoned():
                     self.phase = self.phase.after("give up")
@@ -238,14 +235,14 @@ class ClusterCore:
 
     def _form(self) -> list[Instruction]:
         """Start a new cluster when its servers have registered and no member of another cluster rejoins."""
-        may_form = self.phase is Phase.FORMING or self._recovery.is_hopeless(self._time_s)
+        may_form = self.phase is Phase.FORMING or self._recovery.is_hopeless(self._time.now_s)
         newcomers = self.newcomers
         if not may_form or not newcomers.nodes or newcomers.num_servers < self.membership.expected_servers:
             return []
         out: list[Instruction] = [*self._recovery.reject_all()]
         self._recovery.reset()
         self.phase = self.phase.after("form")
-        return out + self._leader.form(self._time_s)
+        return out + self._leader.form(self._time.now_s)
 
     def validate(self) -> None:
         self._leader.validate()
