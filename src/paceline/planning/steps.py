@@ -6,6 +6,8 @@ A server has the load of all ranks. Gradients are sent in buckets during the bac
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -14,6 +16,7 @@ from paceline.planning.clock import Kind, TaskList, critical_path, simulate_task
 from paceline.planning.links import Machine, NodeLink, StrategyCost, all_reduce_s, gather_s
 from paceline.strategies.pipeline import default_microbatches
 from paceline.strategies.profile import LayerProfile, ModelProfile
+from paceline.strategies.stage_cuts import cut_stages
 
 _FIRST_BUCKET_BYTES: Final = 1 << 20
 BUCKET_BYTES: Final = 25 << 20
@@ -379,57 +382,43 @@ def simulate_sharded(profile: ModelProfile, shape: ClusterShape, machine: Machin
 
 
 def simulate_pipeline(profile: ModelProfile, shape: ClusterShape, machine: Machine) -> SimulatedStep:
-    """Predict a step under ``pipeline`` with one stage per rank, for a model whose layers run one after another.
+    """Predict a step under ``pipeline``, for a model whose layers run one after another.
 
-    The layers are divided into stages with equal times as far as possible. Computing of the stages other than the
-    slowest one is not on the critical path, except while the pipeline fills and drains. Like the strategy, this
-    function chooses the number of microbatches, and between one and two stages per rank.
+    Like the strategy, this function cuts the layers into stages, and chooses the number of microbatches, and between
+    one and two stages per rank. Computing of the ranks other than the slowest one is not on the critical path, except
+    while the pipeline fills and drains.
     """
     ranks, link, cost = shape.num_ranks, shape.link, machine.cost("pipeline")
-    seconds = [layer.forward_s + layer.backward_s for layer in profile.layers]
-    firsts = bounds_of(seconds, ranks)
-    ends = [*firsts[1:], len(seconds)]
-    slowest = max(sum(seconds[first:end]) for first, end in zip(firsts, ends, strict=True))
-    crossing = max((profile.layers[first - 1].output_bytes for first in firsts[1:]), default=0)
+    layers, layers_s = profile.layers, [layer.forward_s + layer.backward_s for layer in profile.layers]
     # Each microbatch adds to all gradients, and is computed in smaller operations.
     of_parameters_s = cost.parameter_s * profile.num_parameters + cost.byte_s * profile.parameter_bytes
     microbatch_s = (of_parameters_s + profile.microbatch_s) / ranks
 
+    @functools.cache
+    def cuts_at(crossing_s: tuple[float, ...], num_stages: int) -> list[int]:
+        cuts = cut_stages(layers_s, num_stages, crossing_s)
+        assert cuts is not None
+        return cuts
+
     def divided(microbatches: int, parts_per_rank: int) -> SimulatedStep:
-        sent_s = 2 * parts_per_rank * link.seconds(crossing / microbatches) if link is not None and ranks > 1 else 0.0
+        crossing_s = [0.0] * len(layers)
+        if link is not None:
+            crossing_s[1:] = [link.seconds(layer.output_bytes / microbatches) for layer in layers[:-1]]
+        # The ratio of the times matters, so on one node the cuts are the same for all numbers of microbatches.
+        cuts = cuts_at(tuple(seconds * microbatches for seconds in crossing_s), ranks * parts_per_rank)
+        bounds = [0, *cuts, len(layers)]
+        stages_s = [sum(layers_s[first:end]) for first, end in itertools.pairwise(bounds)]
+        slowest_s = max(sum(stages_s[rank::ranks]) for rank in range(ranks))
+        sent_s = 2 * parts_per_rank * max((crossing_s[cut] for cut in cuts), default=0.0)
         parts: dict[Kind, float] = {
-            "compute": slowest + profile.program_s + profile.update_s / ranks,
+            "compute": slowest_s + profile.program_s + profile.update_s / ranks,
             "communication CPU": cost.step_s + microbatches * microbatch_s,
             "wire": microbatches * sent_s,
-            "bubble": (ranks - 1) / parts_per_rank * (slowest / microbatches + microbatch_s + sent_s),
+            "bubble": (ranks - 1) / parts_per_rank * (slowest_s / microbatches + microbatch_s + sent_s),
         }
         return SimulatedStep(sum(parts.values()), parts)
 
     counts = default_microbatches(ranks, max(profile.batch_size, 1))
-    most_parts = 2 if len(profile.layers) >= 2 * ranks else 1
+    most_parts = 2 if len(layers) >= 2 * ranks else 1
     found = [divided(count, parts) for count in counts for parts in range(1, most_parts + 1)]
     return min(found, key=lambda step: step.step_s)
-
-
-def bounds_of(sizes: Sequence[float], parts: int) -> list[int]:
-    """Divide a sequence into `parts` contiguous ranges with the smallest maximum sum; return the first numbers."""
-    low, high = max(sizes), sum(sizes)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(_ranges(sizes, middle)) <= parts else (middle, high)
-    firsts = _ranges(sizes, high)
-    while len(firsts) < parts:  # divide any range with several items
-        ends = [*firsts[1:], len(sizes)]
-        at = next(first + 1 for first, end in zip(firsts, ends, strict=True) if end - first > 1)
-        firsts = sorted([*firsts, at])
-    return firsts
-
-
-def _ranges(sizes: Sequence[float], limit: float) -> list[int]:
-    firsts, total = [0], 0.0
-    for number, size in enumerate(sizes):
-        if total + size > limit * (1 + 1e-12) and number > firsts[-1]:
-            firsts.append(number)
-            total = 0.0
-        total += size
-    return firsts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,6 @@ from paceline.planning.predictions import (
 from paceline.planning.steps import (
     ClusterShape,
     ServerGroup,
-    bounds_of,
     buckets_of,
     simulate_all_reduce,
     simulate_hybrid,
@@ -36,6 +36,7 @@ from paceline.planning.steps import (
 )
 from paceline.strategies.profile import LayerProfile, ModelProfile
 from paceline.torch.strategies.all_reduce import AllReduce
+from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, split_layers
 from paceline.torch.strategies.server.parameter_server import ParameterServer
 from paceline.torch.strategies.sharded.units import LEAST_NUMEL
 
@@ -199,10 +200,34 @@ def test_a_fast_server_updates_faster_than_the_ranks() -> None:
     assert simulated.step_s == pytest.approx(250.0, rel=0.02)
 
 
-def test_stages_have_equal_times_as_far_as_possible() -> None:
-    assert bounds_of([1.0, 1.0, 1.0, 1.0], 2) == [0, 2]
-    assert bounds_of([5.0, 1.0, 1.0, 1.0], 2) == [0, 1]
-    assert bounds_of([5.0, 0.0, 0.0], 3) == [0, 1, 2]
+@pytest.mark.parametrize(
+    "times_s", [(1.0, 1.0, 1.0, 1.0), (5.0, 1.0, 1.0, 1.0), (4.0, 1.0, 1.0, 1.0, 1.0, 4.0), (1.0, 5.0, 2.0)]
+)
+def test_stages_are_those_of_the_strategy(times_s: tuple[float, ...]) -> None:
+    """Two ranks with two microbatches have one or two stages each. The second rank waits for the first microbatch."""
+    steps_s = []
+    for parts in (1, 2) if len(times_s) > 3 else (1,):
+        costs = [LayerCost(name="", forward_s=time_s, backward_s=0.0) for time_s in times_s]
+        bounds = [0, *split_layers(costs, 2 * parts, lambda cut: 0.0), len(times_s)]
+        stages_s = [sum(times_s[first:end]) for first, end in itertools.pairwise(bounds)]
+        slowest_s = max(sum(stages_s[rank::2]) for rank in range(2))
+        steps_s.append(slowest_s + slowest_s / (2 * parts))
+    layers = [LayerProfile(name="", forward_s=time_s, backward_s=0.0) for time_s in times_s]
+    profile = replace(model(), layers=tuple(layers), batch_size=2)
+    simulated = simulate_pipeline(profile, ClusterShape(ranks_per_node=2), MACHINE)
+    assert simulated.step_s == pytest.approx(min(steps_s))
+
+
+def test_stages_are_cut_where_little_crosses() -> None:
+    """Like the strategy, the prediction moves a cut to a layer with a small result."""
+    layers = [
+        LayerProfile(name=str(number), forward_s=0.1, backward_s=0.0, output_bytes=num_bytes)
+        for number, num_bytes in enumerate((100, 10**8, 10**8, 100))
+    ]
+    profile = replace(model(), layers=tuple(layers), batch_size=2)
+    simulated = simulate_pipeline(profile, ClusterShape(nodes=2, link=LINK), MACHINE)
+    assert simulated.parts["wire"] < 0.01
+    assert simulated.parts["compute"] == pytest.approx(0.3)
 
 
 def test_buckets_follow_the_backward() -> None:

@@ -1,17 +1,12 @@
-"""Cut a model into stages: a dynamic program over contiguous ranges of measured layers. Pure.
-
-Sources: Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (minimize the time of the slowest stage, transfers
-included); Zheng et al., "Alpa", OSDI 2022, section 5.2 (with m microbatches, a step takes the sum of all stages' times
-plus m - 1 times the slowest stage's time).
-"""
+"""Cut a measured model into stages that fit into memory."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
+from paceline.strategies.stage_cuts import cut_stages
 from paceline.torch.strategies.pipeline.plan.timeline import StageTimes
 
 
@@ -70,8 +65,7 @@ def split_layers(
     """Divide layers into stages so that the slowest stage is as fast as possible.
 
     Return the number of the first layer of each stage except stage 0. ``crossing_s(c)`` is the time to send the values
-    that cross a cut before layer `c`, and to return the gradients. A stage's time is the sum of the times of its layers
-    and of its two cuts. Among equally fast splits, choose one with the smallest total crossing time.
+    that cross a cut before layer `c`, and to return the gradients (:func:`~paceline.strategies.stage_cuts.cut_stages`).
 
     Raises UsageError for more stages than layers, and if every split exceeds the memory limit.
     """
@@ -81,36 +75,16 @@ def split_layers(
             f"{num_stages} stages were requested, and the model has no more than {count} layers that can be "
             "separated: use fewer stages"
         )
-    seconds = [0.0, *itertools.accumulate(layer.seconds for layer in layers)]
-    memory = [0.0, *itertools.accumulate(stage_bytes([layer], limits) for layer in layers)]
-    crossing = [0.0, *(crossing_s(cut) for cut in range(1, count)), 0.0]
-    worst = (float("inf"), float("inf"))
-    # At the beginning of round s, best[j] describes the best split of the first j layers into s stages: the time of its
-    # slowest stage, and the total crossing time of its cuts.
-    best = [(0.0, 0.0), *[worst] * count]
-    begins: list[list[int]] = []
-    for stage in range(num_stages):
-        following, begin = [worst] * (count + 1), [0] * (count + 1)
-        for end in range(stage + 1, count - (num_stages - stage - 1) + 1):
-            for first in range(end - 1, stage - 1, -1):
-                if limits.memory_bytes is not None and memory[end] - memory[first] > limits.memory_bytes:
-                    break  # a stage that begins earlier needs even more memory
-                if best[first] == worst:
-                    continue
-                time = seconds[end] - seconds[first] + crossing[first] + crossing[end]
-                candidate = (max(best[first][0], time), best[first][1] + crossing[first])
-                if candidate < following[end]:
-                    following[end], begin[end] = candidate, first
-        best = following
-        begins.append(begin)
-    if best[count] == worst:
+    cuts = cut_stages(
+        [layer.seconds for layer in layers],
+        num_stages,
+        [0.0, *(crossing_s(cut) for cut in range(1, count))],
+        [stage_bytes([layer], limits) for layer in layers],
+        limits.memory_bytes,
+    )
+    if cuts is None:
         raise UsageError(_describe_shortage(layers, num_stages, limits))
-    cuts: list[int] = []
-    end = count
-    for begin in reversed(begins):
-        end = begin[end]
-        cuts.append(end)
-    return cuts[-2::-1]
+    return cuts
 
 
 def stage_bytes(layers: Sequence[LayerCost], limits: StageLimits) -> float:
