@@ -47,7 +47,7 @@ def check_a_missing_rank(rank: int, size: int) -> None:
         assert isinstance(error, RankLostError), error
         assert 1 in error.ranks
         assert "timeout of this process group is 2 s" in str(error)
-        assert 1.9 < time.monotonic() - start < 10.0
+        assert 1.9 < time.monotonic() - start < 25.0  # the other groups have 30 s
     dist.barrier()
 
 

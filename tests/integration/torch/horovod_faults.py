@@ -13,7 +13,7 @@ from horovod_calls import raises  # type: ignore[import-not-found]
 import paceline.horovod as hvd
 
 _warnings: list[str] = []
-LINE = "in check_ranks_that_do_not_call: time.sleep(5.0)"
+LINE = "in check_ranks_that_do_not_call: time.sleep(8.0)"
 
 
 class _Warnings(logging.Handler):
@@ -32,9 +32,9 @@ def check_ranks_that_do_not_call(rank: int, size: int) -> None:
     hvd.barrier()
     for _ in range(2):  # at the second time, the request would be in the cache, but a new start has no cache
         if rank != 1:
-            time.sleep(5.0)
+            time.sleep(8.0)
         with raises(
-            hvd.HorovodInternalError, "'late'", "ranks 0 and 2", "in check_ranks_that_do_not_call: time.sleep(5.0)"
+            hvd.HorovodInternalError, "'late'", "ranks 0 and 2", "in check_ranks_that_do_not_call: time.sleep(8.0)"
         ):
             hvd.allreduce(torch.ones(1), name="late")
         hvd.shutdown()
@@ -57,5 +57,5 @@ def last_killed_rank_fails_all_operations(rank: int, size: int) -> None:
             hvd.allreduce(torch.ones(1), name="lost")
     with raises(hvd.HorovodInternalError, "rank 2"):
         hvd.join()
-    assert time.monotonic() - began < 15.0
+    assert time.monotonic() - began < 25.0
     hvd.shutdown()
