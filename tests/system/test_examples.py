@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.docs.files import TRAIN
 from tests.warm.processes import RANKS
 
 from .running import Commands, parse_json
 
 torch = pytest.importorskip("torch")
 
+_PRINT_HELD = """
+parts = [getattr(parameter, "to_local", lambda: parameter)() for parameter in model.parameters()]
+print(f"rank {strategy.rank} holds {sum(int(part.isfinite().sum()) for part in parts)}", flush=True)
+"""
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -103,6 +108,30 @@ def test_charlm(paceline: Commands, run_alone: Any, real_data: Path, capsys: pyt
     assert 1.5 < alone["loss"] < 3.3  # in nats; the logarithm of 60 characters is 4.1
     found = run_under(paceline, "sharded", ("--nproc-per-node", "2"), "charlm.py", *arguments, "8", field="loss")
     assert found["loss"] == pytest.approx(alone["loss"], abs=0.02)
+
+
+def test_charlm_learns_a_periodic_text(run_alone: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("abcdefgh" * 1000)
+    sizes = ("--limit", "6000", "--length", "16", "--width", "32", "--batch-size", "8", "--epochs", "2")
+    run_alone("charlm.py", "--data", tmp_path / "text", *sizes, "--json")
+    assert checked(capsys.readouterr().out, "loss")["loss"] < 1.0  # in nats; the logarithm of 8 characters is 2.1
+
+
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        ("pipeline --stages 2 --split encoder.layers.5 --schedule 1f1b --microbatches 4", [360, 243]),
+        ("sharded --nproc-per-node 2 --shard encoder.layers.*,head", [306, 297]),
+        ("sharded --nproc-per-node 2 --data-parallel 2", [603, 603]),
+    ],
+)
+def test_the_documented_script_under_options_of_strategies(paceline: Commands, options: str, held: list[int]) -> None:
+    """Each rank holds the parameters that the options give it. The others of a pipeline read as NaN."""
+    (paceline.folder / "train.py").write_text(TRAIN + _PRINT_HELD)
+    paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(paceline.folder / "cache")
+    paceline.environment[RANKS] = "torch"
+    out = paceline.succeed("run", "--strategy", *options.split(), "--threads", "1", "train.py").out
+    assert sorted(re.findall(r"rank (\d) holds (\d+)", out)) == [(str(rank), str(n)) for rank, n in enumerate(held)]
 
 
 def test_mesh(paceline: Commands) -> None:

@@ -27,7 +27,6 @@ import paceline as pt
 from paceline.errors import PacelineError, UsageError
 from paceline.filters import FilterChain, parse_filters
 
-import threading; print(threading.enumerate(), __import__("os").listdir("/proc/self/task"))
 with pytest.raises(UsageError, match="filter 'Signs' of module 'signs' is unknown here.*--filter-module signs"):
     parse_filters("signs:Signs")
 with pt.local_cluster() as other, pt.local_cluster(filter_modules=["signs"]) as cluster:
