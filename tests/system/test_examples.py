@@ -57,7 +57,7 @@ def run_under(
     paceline.environment[RANKS] = "torch"
     options = ("--strategy", strategy, "--threads", "1", *launch)
     finished = paceline.succeed("run", *options, EXAMPLES / script, "--json", *arguments)
-    assert finished.err == ""
+    assert finished.err == "", finished.err
     return checked(finished.out.removeprefix("[rank 0] "), *field.split())
 
 

@@ -68,9 +68,19 @@ def test_the_store_is_set_once_and_waits_until_the_deadline(tmp_path: Path) -> N
         assert 0.05 < time.monotonic() - start < 3.0
         assert store.collect(["key", "absent", "empty"], time.monotonic() + 0.05) == [b"\x00\xff", None, b""]
         assert store.collect(["empty", "key"], 0.0) == [b"", b"\x00\xff"]
-        store.close()
+        store.delete("key")
         with pytest.raises(DeadlineError):
             TorchStore(c_store, "one").get("key", time.monotonic() + 0.01)
+
+
+def test_a_rank_that_ends_after_the_server_of_the_store_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """c10d would print a warning and a stack for each request to a server that has ended."""
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10))
+    store = TorchStore(TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=10)), "one")
+    store.set("key", b"value")
+    del server
+    store.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_ranks_on_one_machine_listen_on_loopback(tmp_path: Path) -> None:

@@ -105,14 +105,13 @@ _SET: Final = b"="
 
 
 class TorchStore(Store):
-    """The keys under ``prefix`` in a c10d store; closing removes the keys that this rank has set."""
+    """The keys under ``prefix`` in a c10d store."""
 
     place = "torch.distributed"
 
     def __init__(self, store: CStore, prefix: str) -> None:
         self._store = store
         self._prefix = f"{prefix}/"
-        self._own: set[str] = set()
 
     @override
     def set(self, key: str, value: bytes) -> None:
@@ -123,7 +122,6 @@ class TorchStore(Store):
             raise _lost(key, error) from error
         if found not in (b"", text.encode()):
             raise written_twice(key)
-        self._own.add(key)
 
     @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
@@ -143,17 +141,11 @@ class TorchStore(Store):
 
     @override
     def delete(self, key: str) -> None:
-        self._own.discard(key)
         self._store.delete_key(self._prefix + key)
 
     @override
     def close(self) -> None:
-        for key in sorted(self._own):
-            try:
-                self.delete(key)
-            except RuntimeError:  # the store's server has ended, so no keys are left
-                break
-        self._own.clear()
+        """Do nothing: c10d would print a warning for each request if the rank with the server has already ended."""
 
 
 def _text(value: bytes) -> str:
