@@ -31,9 +31,12 @@ def explain(options: ExplainOptions) -> None:
 
     from paceline.observe.work import start_work
     from paceline.planning import explaining, predictions
+    from paceline.planning.scripts import check_options
 
+    command, ranks = check_options(options)
+    shape = explaining.shape_of(options, ranks)
     with start_work("starting", 2, in_background=False) as progress:
-        command, scenario = explaining.measure_scenario(options, progress.show)
+        scenario = explaining.measure_scenario(command, shape, options.servers, progress.show, again=options.measure)
     found = predictions.predict_all(scenario)
     measured = explaining.measured_steps(command, scenario, found)
     if options.json:

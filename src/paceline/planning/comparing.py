@@ -16,9 +16,9 @@ from paceline.errors import UsageError
 from paceline.observe.plots import PageTable, Plot, Series
 from paceline.observe.table import draw_bars, format_bytes, format_count
 from paceline.planning.calibration import key_of, store_result
-from paceline.planning.explaining import find_machine, profile_both
+from paceline.planning.explaining import measure_scenario
 from paceline.planning.options import CompareOptions
-from paceline.planning.predictions import Scenario, StepPrediction, parse_candidate, predict_step
+from paceline.planning.predictions import StepPrediction, parse_candidate, predict_step
 from paceline.planning.scripts import ONLY, check_options, measured_step_s
 from paceline.planning.steps import ClusterShape
 from paceline.strategies.profile import StepRecord
@@ -104,10 +104,7 @@ def compare(options: CompareOptions, show: Callable[[str], None]) -> Iterator[St
     if options.target_loss is not None and not math.isfinite(options.target_loss):
         raise UsageError(f"--target-loss {options.target_loss}: expected a finite number")
     chosen = [parse_candidate(text, options.servers) for text in options.strategies.split(",")]
-    shape = ClusterShape(ranks_per_node=ranks)
-    machine = find_machine(shape)
-    profile, alone = profile_both(command, ranks, show)
-    scenario = Scenario(profile=profile, alone=alone, machine=machine, shape=shape, servers=options.servers)
+    scenario = measure_scenario(command, ClusterShape(ranks_per_node=ranks), options.servers, show)
     predictions = [predict_step(scenario, candidate) for candidate in chosen]  # before the runs, which take minutes
     steps = options.steps or (_STEPS if options.target_loss is None else _MOST_STEPS)
     for candidate, prediction in zip(chosen, predictions, strict=True):

@@ -15,7 +15,7 @@ from paceline.launch import RunOptions
 from paceline.observe.table import format_bytes
 from paceline.planning.calibration import key_of, load_machine, load_results, measure_machine, time_filter
 from paceline.planning.links import Curve, Machine, parse_link
-from paceline.planning.options import ExplainOptions
+from paceline.planning.options import ExplainOptions, ScriptOptions
 from paceline.planning.predictions import (
     NOISY,
     Scenario,
@@ -53,15 +53,6 @@ def shape_of(options: ExplainOptions, ranks_per_node: int) -> ClusterShape:
     return ClusterShape(nodes=options.nodes, ranks_per_node=ranks_per_node, link=link)
 
 
-def measure_scenario(options: ExplainOptions, show: Callable[[str], None]) -> tuple[MeasuredCommand, Scenario]:
-    """Measure the script and, at the first use, the machine. `show` receives the current step."""
-    command, ranks = check_options(options)
-    shape = shape_of(options, ranks)
-    machine = find_machine(shape, again=options.measure)
-    profile, alone = profile_both(command, ranks, show)
-    return command, Scenario(profile=profile, alone=alone, machine=machine, shape=shape, servers=options.servers)
-
-
 def find_machine(shape: ClusterShape, *, again: bool = False) -> Machine:
     """Return the stored costs of this machine, or measure them, which takes minutes. A single rank has no costs."""
     if shape.num_ranks == 1:
@@ -71,13 +62,20 @@ def find_machine(shape: ClusterShape, *, again: bool = False) -> Machine:
     return replace(machine or measure_machine(ranks), filter_s_per_byte=time_filter())
 
 
-def profile_both(
-    command: MeasuredCommand, ranks: int, show: Callable[[str], None]
-) -> tuple[ModelProfile, ModelProfile]:
-    """Return the profile of `ranks` processes that share the cores, and of one process with all cores.
+def measure_scenario(
+    command: MeasuredCommand,
+    shape: ClusterShape,
+    servers: int | None,
+    show: Callable[[str], None],
+    *,
+    again: bool = False,
+) -> Scenario:
+    """Measure the machine, at the first use or `again`, and the script. `show` receives the current step.
 
-    A noisy measurement is repeated once, and the less noisy one counts.
+    The script runs in as many processes as a node has ranks, which share the cores, and in one process. A noisy
+    measurement is repeated once, and the less noisy one counts.
     """
+    machine, ranks = find_machine(shape, again=again), shape.ranks_per_node
     found: dict[int, ModelProfile] = {}
     for copies in dict.fromkeys((ranks, 1)):
         threads = max(num_cores() // copies, 1)
@@ -87,7 +85,7 @@ def profile_both(
         if found[copies].noise >= NOISY:
             show(f"{text} again, because other programs may have disturbed it ...")
             found[copies] = min(found[copies], command.profiles(copies, threads)[ONLY], key=lambda each: each.noise)
-    return found[ranks], found[1]
+    return Scenario(profile=found[ranks], alone=found[1], machine=machine, shape=shape, servers=servers)
 
 
 def as_json(scenario: Scenario, predictions: Sequence[StepPrediction], measured: dict[str, float]) -> dict[str, Any]:
@@ -200,24 +198,18 @@ def choose_options(options: RunOptions, show: Callable[[str], None]) -> tuple[Ru
 
     Raises UsageError for options that do not apply.
     """
-    machines = {
-        "nnodes": options.nnodes,
-        "cluster": options.cluster,
-        "hosts": options.engine.hosts,
-        "on": options.engine.on,
+    engine, names = options.engine, ("servers", "consistency", "stale", "replicas", "filters")
+    rules = {
+        "chooses a strategy for the ranks of this machine": {
+            "nnodes": options.nnodes,
+            "cluster": options.cluster,
+            "hosts": engine.hosts,
+            "on": engine.on,
+        },
+        "options of one strategy do not apply": {name: getattr(options, name) for name in names}
+        | options.flags.given(),
     }
-    of_strategies = {
-        "servers": options.servers,
-        "consistency": options.consistency,
-        "stale": options.stale,
-        "replicas": options.replicas,
-        "filters": options.filters,
-        **options.flags.given(),
-    }
-    for rule, given in (
-        ("chooses a strategy for the ranks of this machine", machines),
-        ("options of one strategy do not apply", of_strategies),
-    ):
+    for rule, given in rules.items():
         for name, value in given.items():
             if value is not None:
                 words = f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')} {value}"
@@ -226,15 +218,16 @@ def choose_options(options: RunOptions, show: Callable[[str], None]) -> tuple[Ru
                 )
     if options.module or options.no_python:
         raise UsageError("--strategy auto: needs a Python script. Choose the strategy yourself for a module or program")
-    chosen = ExplainOptions(script=options.script, arguments=options.arguments, nproc_per_node=options.nproc_per_node)
-    _, scenario = measure_scenario(chosen, show)
+    chosen = ScriptOptions(script=options.script, arguments=options.arguments, nproc_per_node=options.nproc_per_node)
+    command, most_ranks = check_options(chosen)
+    scenario = measure_scenario(command, ClusterShape(ranks_per_node=most_ranks), None, show)
     predictions = predict_all(scenario)
     candidate = choose(predictions, scenario.noise).candidate
-    ranks = 1 if candidate.strategy == "one-device" else scenario.shape.ranks_per_node
+    ranks = 1 if candidate.strategy == "one-device" else most_ranks
     changed = replace(options, strategy=candidate.strategy, nproc_per_node=ranks)
     if candidate.consistency is not None:
         changed = replace(changed, consistency=candidate.consistency, servers=candidate.servers)
     reason = explain_choice(predictions, scenario.noise)
-    if ranks < scenario.shape.ranks_per_node:
-        reason += f"; runs 1 process instead of {scenario.shape.ranks_per_node}"
+    if ranks < most_ranks:
+        reason += f"; runs 1 process instead of {most_ranks}"
     return changed, reason

@@ -24,7 +24,8 @@ PAYLOAD: Final = 0.94
 _MOST_BITS_PER_S: Final = 1e14
 _MOST_LATENCY_S: Final = 10.0
 _MOST_EVALUATED: Final = 8
-"""Schedules of more nodes are not evaluated, because that would take minutes. Closed formulas give the same time."""
+"""Schedules of more nodes are not evaluated, because that would take minutes. Closed formulas give almost the same time
+for large messages, and up to twice the time for small ones if the number of nodes is not a power of two."""
 _PIECES: Final = 16
 _LEAST_RATIO: Final = 1e-3
 
