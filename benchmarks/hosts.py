@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,10 +40,14 @@ def ip(*words: object) -> None:
 
 @contextlib.contextmanager
 def network(num_hosts: int, rate: str) -> Iterator[list[str]]:
-    """Create hosts, a switch, and links of the speed `rate` (``100Mbit``). Yield the names of the namespaces."""
+    """Create hosts, a switch, and links of the speed `rate` (``100Mbit``). Yield the names of the namespaces.
+
+    At the end, also after SIGINT and SIGTERM, the processes on the hosts are killed and the hosts are removed.
+    """
     tag = f"pl{os.getpid() % 10000}n{next(_NETWORKS)}"  # the kernel deletes namespaces in the background
     names = [f"{tag}h{number}" for number in range(num_hosts)]
     limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms")
+    handlers = {number: signal.signal(number, exit_at) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ip("ip", "link", "add", f"{tag}br", "type", "bridge")
         ip("ip", "link", "set", f"{tag}br", "up")
@@ -62,9 +67,22 @@ def network(num_hosts: int, rate: str) -> Iterator[list[str]]:
             ip("tc", "-n", name, "qdisc", "add", "dev", inside, *limit)
         yield names
     finally:
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)
         for name in names:
+            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in map(int, found.stdout.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", f"{tag}br"], capture_output=True, check=False)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def exit_at(number: int, _: object) -> None:
+    """Handle a signal."""
+    sys.exit(128 + number)
 
 
 def run_rank(rank: int, size: int, num_bytes: int) -> None:

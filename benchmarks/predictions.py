@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import signal
 import statistics
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -204,8 +202,6 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):  # so that the hosts are removed
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
     places = [Place(ranks=options.ranks)]
     if options.hosts is not None:
         places = [Place(ranks=count, link=link) for link in options.link for count in options.hosts]
