@@ -171,8 +171,8 @@ def explain_choice(predictions: Sequence[StepPrediction], noise: float) -> str:
     fastest = choose(predictions)
     if noise > 1:
         return (
-            f"uncertain: the measured steps vary by a factor of {noise:.1f}, perhaps because other programs use this "
-            "machine, so only a strategy that is faster by this factor replaces the default. Chosen: "
+            f"uncertain: the measurements are noisy (factor {noise:.1f}), perhaps because other programs use this "
+            "machine. Only a strategy that is faster by this factor replaces the default. Chosen: "
             f"{describe(choose(predictions, noise))}; fastest by prediction: {describe(fastest)}"
         )
     others = [found for found in predictions if found.candidate.is_choosable and found is not fastest]

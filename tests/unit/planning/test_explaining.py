@@ -114,7 +114,7 @@ class FakeMeasurements:
             [1.5, 2.5, 2.4],
             [2, 1, 1],
             "all-reduce",
-            "uncertain: the measured steps vary by a factor of 2.4",
+            "uncertain: the measurements are noisy (factor 2.4)",
         ),
     ],
 )
