@@ -24,6 +24,7 @@ from paceline.launch import prepare_kernels
 pytest_plugins = ["tests.time_limits"]
 _TESTS = Path(__file__).parent
 _TEMPORARY = pytest.StashKey[TemporaryFiles]()
+_CLOCKS = {"asyncio", "threading", "time"}
 _SLOW = ("system/", "simulation/", "fuzz/", "integration/strategies/", "integration/torch/")
 
 load_profiles()
@@ -69,12 +70,12 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run slow tests first.
 
-    Rerun a failing test of real processes and sockets once, because machines stall. The summary reports each rerun.
-    ``-p no:rerunfailures`` turns reruns off.
+    Rerun a failing test of real processes, sockets and clocks once, because machines stall. The summary reports each
+    rerun. ``-p no:rerunfailures`` turns reruns off.
     """
     items[:] = _in_shares(items, getattr(config, "workerinput", {}).get("workercount", 1))
     for item in items if config.pluginmanager.hasplugin("rerunfailures") else ():
-        if _is_in(item.path, ("integration/", "system/")):
+        if _is_in(item.path, ("integration/", "system/")) or _CLOCKS & vars(getattr(item, "module", None)).keys():
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
