@@ -15,11 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.waiting import wait_until
 
 from paceline.data import ClickLogSpec, write_click_log
 from paceline.temporary import remove_abandoned
 
-from .running import MARK, Commands, our_processes, wait_until
+from .running import MARK, Commands, our_processes
 
 
 @dataclass(frozen=True)

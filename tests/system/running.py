@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.waiting import join, wait_until
 from tests.warm.processes import WarmProcess
 from tests.warm.programs import MARK as MARK
 
@@ -257,12 +258,4 @@ def interrupting(is_ready: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    thread.join()
-
-
-def wait_until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 30.0) -> None:
-    """Wait for a condition; fail with `otherwise` at the timeout."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.05)
+    join(thread)

@@ -10,10 +10,11 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.free_ports import free_port
+from tests.waiting import wait_until
 from tests.warm.processes import RELAYING
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
@@ -121,9 +122,5 @@ class SlurmCluster:
                 )
             )  # fmt: skip
 
-    def _wait(self, condition: object) -> None:
-        assert callable(condition)
-        deadline = time.monotonic() + _WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline, "Slurm does not work: " + self.call("sinfo")
-            time.sleep(0.1)
+    def _wait(self, condition: Callable[[], object]) -> None:
+        wait_until(condition, f"Slurm does not work; its files: {self._folder}", _WAIT_S)

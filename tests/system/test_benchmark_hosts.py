@@ -10,9 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.waiting import wait_until
 from tests.warm.processes import WarmProcess
 
-from .running import PROMPT_S, wait_until
+from .running import PROMPT_S
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))), reason="needs root, and ip and tc of iproute2"

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 from tests.warm.processes import WarmProcess
 
-from .running import PROMPT_S, Commands, Running, wait_until
+from .running import PROMPT_S, Commands, Running
 from .test_roles import end
 
 NETWORK = "10.203.9"

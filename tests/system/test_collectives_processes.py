@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 from tests.free_ports import free_port
+from tests.waiting import join, wait_until
 from tests.warm.processes import WarmProcess
 
-from .running import MARK, PROMPT_S, our_processes, wait_until
+from .running import MARK, PROMPT_S, our_processes
 
 _PROGRAM = Path(__file__).with_name("collective_rank.py")
 _WAIT_S = 60.0
@@ -83,7 +84,7 @@ class Rank:
             self.process.kill()
             raise AssertionError(f"still running: {self.reports} {''.join(self.errors)}") from None
         for reader in self._readers:
-            reader.join()
+            join(reader)
         for pipe in (self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 from distributed import Client
+from tests.waiting import in_thread, wait_until
 
 import paceline.dask
 from paceline.errors import PeerError, UsageError
 
-from .running import MARK, interrupting, make_endless, wait_functions_ended, wait_ranks, wait_until
+from .running import MARK, interrupting, make_endless, wait_functions_ended, wait_ranks
 
 _CLUSTER = """
 import sys
@@ -136,12 +137,10 @@ def test_a_killed_worker(client: Client, tmp_path: Path) -> None:
         killed_at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
 
-    killing = threading.Thread(target=kill)
-    killing.start()
-    with pytest.raises(PeerError, match=worker):
-        paceline.dask.run(client, make_endless(tmp_path))
-    assert time.monotonic() - killed_at < 10
-    killing.join()
+    with in_thread(kill):
+        with pytest.raises(PeerError, match=worker):
+            paceline.dask.run(client, make_endless(tmp_path))
+        assert time.monotonic() - killed_at < 10
     wait_until(lambda: len(client.nthreads()) == 2, "Dask has not restarted the worker")
 
 
@@ -159,11 +158,8 @@ def test_a_disconnected_client(client: Client, tmp_path: Path) -> None:
         wait_ranks(tmp_path, 1)
         other.close()
 
-    closing = threading.Thread(target=disconnect)
-    closing.start()
-    with pytest.raises(PeerError):
+    with in_thread(disconnect), pytest.raises(PeerError):
         paceline.dask.run(other, make_endless(tmp_path), num_nodes=1)
-    closing.join()
 
 
 def test_wrong_arguments(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 from tests.warm.processes import WarmProcess
 
 from .elastic_training import TRAIN, check_items, ends
-from .running import PROMPT_S, Commands, Finished, Running, wait_until
+from .running import PROMPT_S, Commands, Finished, Running
 
 
 class Ranks:

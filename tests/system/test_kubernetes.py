@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.waiting import wait_until
 from tests.warm.processes import RANKS
 
 from paceline.cli import main
@@ -26,7 +27,7 @@ from paceline.launch.engines.options import EngineFlags
 
 from .elastic_training import TRAIN, check_items, ends
 from .kubernetes_cluster import KubernetesCluster
-from .running import Commands, wait_until
+from .running import Commands
 
 _CONNECT = """
 import paceline.collectives as collectives, os

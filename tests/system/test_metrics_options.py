@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.free_ports import two_free_ports
+from tests.waiting import wait_until
 from tests.warm.processes import RANKS
 
 from paceline.observe.top import fetch_state
 from paceline.temporary import remove_abandoned
 
-from .running import Commands, Running, wait_until
+from .running import Commands, Running
 
 SCRIPT = """
 import sys, time

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.waiting import wait_until
 
-from .running import PROMPT_S, Commands, Running, parse_json, wait_until
+from .running import PROMPT_S, Commands, Running, parse_json
 
 LONG = ["--epochs", "100000"]
 """More passes than any test completes."""

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.pages import ROOT
+from tests.waiting import in_thread, wait_until
 
 from paceline.errors import PeerError, UsageError
 
@@ -34,7 +35,6 @@ from .running import (
     make_endless,
     wait_functions_ended,
     wait_ranks,
-    wait_until,
 )
 
 pytestmark = ray_cluster.MARKS
@@ -149,12 +149,10 @@ def test_a_killed_node(cluster: Any, tmp_path: Path) -> None:
         killed_at = time.monotonic()
         cluster.remove_node(node, allow_graceful=False)
 
-    killing = threading.Thread(target=kill)
-    killing.start()
-    with pytest.raises(PeerError, match=node.node_id[:8]):
-        run(make_endless(tmp_path))
-    assert time.monotonic() - killed_at < 20
-    killing.join()
+    with in_thread(kill):
+        with pytest.raises(PeerError, match=node.node_id[:8]):
+            run(make_endless(tmp_path))
+        assert time.monotonic() - killed_at < 20
     cluster.add_node(**ray_cluster.NODE)
 
 
@@ -391,10 +389,8 @@ def test_ray_train_replaces_a_worker(cluster: Any, tmp_path: Path) -> None:
         killed.append(pids("trained").pop())
         os.kill(killed[0], signal.SIGKILL)
 
-    killing = threading.Thread(target=kill)
-    killing.start()
-    fit(train, tmp_path, min_ranks=1, max_failures=1)
-    killing.join()
+    with in_thread(kill):
+        fit(train, tmp_path, min_ranks=1, max_failures=1)
     assert len(pids("started")) == 3
     assert pids("ended") == pids("started") - {*killed}
     assert len({path.read_text() for path in tmp_path.glob("ended-*")}) == 1

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.free_ports import free_port, two_free_ports
+from tests.waiting import wait_until
 from tests.warm.processes import RANKS, WarmProcess
 
-from .running import MARK, PROMPT_S, Commands, Running, our_processes, wait_until
+from .running import MARK, PROMPT_S, Commands, Running, our_processes
 from .test_roles import make_certificates
 
 _REPORT = """

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from tests.unit.inference.conftest import save_weights
+from tests.waiting import join
 
 from .running import Commands
 
@@ -66,7 +67,7 @@ def test_a_model_is_replaced_without_a_failed_request(tmp_path: Path) -> None:
                 time.sleep(0.02)
         ended.set()
         for client in clients:
-            client.join()
+            join(client)
         assert len(seen) == 4
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0

@@ -14,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 from tests.warm.processes import RANKS, RELAYED_COMMAND
 
 from .elastic_training import TRAIN, ends
-from .running import Commands, wait_until
+from .running import Commands
 from .slurm_cluster import PROGRAMS, SlurmCluster, is_possible
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason=f"needs root and the programs {', '.join(PROGRAMS)}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.waiting import wait_until
 
 from paceline.launch import LocalCluster
 from paceline.models.stored import find_version
@@ -24,7 +25,7 @@ from paceline.training.options import SnapshotPlan, TrainOptions
 from paceline.training.planning import plan_training
 from paceline.training.train import Training
 
-from .running import Commands, Running, wait_until
+from .running import Commands, Running
 
 pytestmark = pytest.mark.usefixtures("warm_clusters")
 

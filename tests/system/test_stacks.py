@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from tests.free_ports import two_free_ports
+from tests.waiting import wait_until
 from tests.warm.processes import RANKS, WarmProcess
 
-from .running import Commands, Running, wait_until
+from .running import Commands, Running
 
 _HANG = """
 import sys, time

@@ -13,11 +13,12 @@ import pytest
 
 pytest.importorskip("torch")
 from tests.installed import installed_variables
+from tests.waiting import wait_until
 
 from paceline.torch.rendezvous import Backend, ServerStore
 from paceline.transport import Address
 
-from .running import Commands, Running, wait_until
+from .running import Commands, Running
 
 TOKEN: Final = "a token of the tests of torchrun"
 SCRIPT: Final = """

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.waiting import join
+
 from paceline.launch.fork_server import CHILD, THREAD_VARIABLES, Forked, ForkServer
 
 from .zygote import MODULES
@@ -224,12 +226,12 @@ class WarmProcess:
                 outputs[number] = pipe.read()
 
         pipes = [(number, pipe) for number, pipe in enumerate((self.stdout, self.stderr)) if pipe and not pipe.closed]
-        readers = [threading.Thread(target=read, args=ends) for ends in pipes]
+        readers = [threading.Thread(target=read, args=ends, daemon=True) for ends in pipes]
         for reader in readers:
             reader.start()
         self.wait(timeout)
-        for reader in readers:
-            reader.join(timeout)
+        for reader in readers:  # a process that the program has started may keep its output open
+            join(reader)
         return outputs[0], outputs[1]
 
 

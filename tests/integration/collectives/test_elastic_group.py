@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.waiting import in_thread, wait_until
 
 from paceline.collectives.elastic import ElasticGroup
 from paceline.errors import GroupClosedError, MismatchError, RankLostError
@@ -132,10 +133,8 @@ def test_the_other_ranks_do_not_wait_for_a_silent_rank_that_is_lost(training: Tr
         time.sleep(0.1)
         training.server.ended(1, is_failure=True)
 
-    loser = threading.Thread(target=lose)
-    loser.start()
-    assert training.run(work, 0, 1, 2) == [([2.0], True), None, ([2.0], True)]
-    loser.join()
+    with in_thread(lose):
+        assert training.run(work, 0, 1, 2) == [([2.0], True), None, ([2.0], True)]
 
 
 def test_different_calls_are_an_error_on_every_rank(training: Training) -> None:
@@ -166,11 +165,13 @@ def test_the_end_of_an_old_connection_does_not_lose_a_launcher_that_is_back(trai
     time.sleep(0.2)
     assert training.server.take_notes() == ["node 1 has arrived"]
     stores[1].close()
-    deadline_s = time.monotonic() + 20
     notes: list[str] = []
-    while not notes:
-        assert time.monotonic() < deadline_s
-        notes = training.server.take_notes()
+
+    def has_notes() -> bool:
+        notes.extend(training.server.take_notes())
+        return bool(notes)
+
+    wait_until(has_notes)
     assert notes == ["node 1 is lost"]
 
 

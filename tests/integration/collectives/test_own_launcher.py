@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from tests.waiting import wait_until
 from typing_extensions import override
 
 from paceline.environment import Environment
@@ -91,16 +92,9 @@ def served() -> Iterator[Served]:
     yield found
     for process in found.processes:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=WAIT_S)
     for server in found.servers:
         server.close()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

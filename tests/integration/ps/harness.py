@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
@@ -13,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import PacelineError
 from paceline.protocol import Accept, Consistency, Eventual, Role, StalePolicy
@@ -272,15 +271,6 @@ class Cluster:
         self.close()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that another thread makes true."""
-    pause_s, deadline = 0.001, time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(pause_s)
-        pause_s = min(1.1 * pause_s, 0.02)  # a condition may send requests to the scheduler
-
-
 @contextmanager
 def files_up_to(num_bytes: int) -> Iterator[None]:
     """Limit the size of files that this process writes. A longer write fails with EFBIG."""
@@ -291,28 +281,6 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """Run functions concurrently; return their results, or raise the first error."""
-    results: list[Any] = [None] * len(functions)
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            results[number] = functions[number]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-    return results
 
 
 def keys_of(*numbers: int) -> Keys:

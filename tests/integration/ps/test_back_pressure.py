@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.protocol import Consistency, Eventual, Sequential
 from paceline.ps import SGD
 
-from .harness import PATIENCE_S, Cluster, ServerNode, in_threads, key_of, wait_until
+from .harness import PATIENCE_S, Cluster, ServerNode, key_of
 
 BUDGET = 1 << 20
 DIM = 4096

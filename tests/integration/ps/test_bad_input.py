@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import (
     ConnectionLostError,
@@ -28,7 +29,7 @@ from paceline.ps import SGD, Adagrad, Adam, Client, Constant, messages
 from paceline.ps.messages import CALL, NOTICE, PULL, PUSH, PUSH_PULL, RANGE, TICKS
 from paceline.transport import Channel, Hello, SocketTransport, frame_parts
 
-from .harness import TOKEN, Cluster, floats, in_threads, keys_of, wait_until
+from .harness import TOKEN, Cluster, floats, keys_of
 
 NAN, INF = float("nan"), float("inf")
 

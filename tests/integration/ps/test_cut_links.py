@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.faulty import Fault, FaultPlan, FaultyTransport
 from tests.faulty.peer import FaultyHandler
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import PacelineError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
@@ -19,7 +20,7 @@ from paceline.ps.server.replicator import ChainLinks
 from paceline.testing import serve_in_thread
 from paceline.transport import Address, Endpoint, Handler, Header, Hello, Peer, SocketTransport, frame_parts
 
-from .harness import TOKEN, Cluster, ServerNode, in_threads, key_of, wait_until
+from .harness import TOKEN, Cluster, ServerNode, key_of
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 TIMEOUT_S = 1.0

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from paceline.errors import PeerError
 from paceline.protocol import Role
@@ -17,7 +18,7 @@ from paceline.tables.settings import to_fields
 from paceline.training.worker.worker import run_worker
 from paceline.transport import Hello
 
-from .harness import Cluster, floats, keys_of, wait_until
+from .harness import Cluster, floats, keys_of
 
 
 def member(cluster: Cluster, rank: int, *, is_well: bool) -> SchedulerLink:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from tests.faulty import Fault, FaultPlan, FaultyTransport
+from tests.waiting import in_threads, wait_until
 
 from paceline.protocol import BoundedDelay, Consistency, DropStale, Eventual, Sequential
 from paceline.protocol.client import Request
@@ -26,7 +27,7 @@ from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.settings import to_fields
 from paceline.transport import SocketTransport
 
-from .harness import TOKEN, Cluster, floats, in_threads, key_of, keys_of, statistics_of, wait_until
+from .harness import TOKEN, Cluster, floats, key_of, keys_of, statistics_of
 
 KEYS = np.arange(300, dtype=np.uint64)  # a key on every server
 ONES = np.ones(300, np.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import ConnectionLostError, NoRoomError, PacelineError, PeerError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
@@ -18,7 +18,7 @@ from paceline.protocol.replication import Lead
 from paceline.ps import SGD, Client, SparseTable
 from paceline.tables.bucket_arrays import buckets_of_keys
 
-from .harness import Cluster, Keys, ServerNode, in_threads, wait_until
+from .harness import Cluster, Keys, ServerNode
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 ONES = -np.ones((300, 1), np.float32)
@@ -197,8 +197,7 @@ def test_a_rejected_push_ends_the_iteration_and_the_next_iteration_reports_it(co
         else:
             fail_once(node, "reserve", MemoryError())
         ticket = tables[0].push(KEYS, ONES, tick=True)
-        while not ticket.done():
-            time.sleep(0.001)
+        wait_until(ticket.done)
         tables[1].push(KEYS, ONES, tick=True).wait()
         for table in tables:
             assert set(table.pull(KEYS).reshape(-1)) == {3.0}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.faulty import Fault, FaultPlan, FaultyTransport
+from tests.waiting import in_threads
 
 from paceline.errors import ConnectionLostError, ProtocolError, UsageError
 from paceline.filters import (
@@ -36,7 +37,7 @@ from paceline.ps.server.filtered import PeerFilters
 from paceline.tables.rules import ProximalNewton
 from paceline.transport import Header, SocketTransport
 
-from .harness import TOKEN, Cluster, in_threads, keys_of, random_keys
+from .harness import TOKEN, Cluster, keys_of, random_keys
 
 KEYS = random_keys(np.random.default_rng(5), 500)
 ALL_EXACT: list[Filter] = [KeyCaching(), DeltaKeys(), Compress()]

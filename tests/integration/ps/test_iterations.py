@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import DeadlineError, PeerError, UsageError
 from paceline.protocol import BoundedDelay, Eventual, Sequential
 from paceline.ps import FTRL, SGD, Adagrad, Adam, Client, DenseTable, Momentum, SparseTable, UpdateRule, messages
 
-from .harness import Cluster, Floats, floats, in_threads, keys_of, random_keys, wait_until
+from .harness import Cluster, Floats, floats, keys_of, random_keys
 
 RULES: list[UpdateRule] = [
     SGD(lr=0.05),

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from msgspec import structs
+from tests.waiting import wait_until
 
 from paceline.errors import UsageError
 from paceline.protocol import BoundedDelay, Consistency, Sequential
@@ -16,7 +17,7 @@ from paceline.protocol.buckets import ALL
 from paceline.ps import SGD, Client
 from paceline.ps.messages import PUSH
 
-from .harness import Cluster, ServerNode, wait_until
+from .harness import Cluster, ServerNode
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 ONES = -np.ones((300, 1), np.float32)

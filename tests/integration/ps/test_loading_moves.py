@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import ConnectionLostError, PeerError, StaleEpochError
 from paceline.protocol.buckets import buckets_in
@@ -24,7 +25,7 @@ from paceline.ps.snapshot_messages import LoadParts
 from paceline.storage import parts
 from paceline.storage.snapshot_directory import Snapshot, read_buckets, read_newest
 
-from .harness import Cluster, Floats, ServerNode, in_threads, random_keys, wait_until
+from .harness import Cluster, Floats, ServerNode, random_keys
 from .test_replication import cluster_view, is_whole
 from .test_snapshots import take
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from tests.waiting import wait_until
+
 from paceline.protocol import Role
 from paceline.ps import SchedulerLink, messages
 from paceline.ps.loop_watchdog import LoopWatchdog
 from paceline.ps.scheduler.link import LinkHooks
 from paceline.transport import Hello
 
-from .harness import PATIENCE_S, Cluster, wait_until
+from .harness import PATIENCE_S, Cluster
 
 
 def test_a_blocked_loop_is_reported_once_and_again_when_it_continues() -> None:

@@ -7,12 +7,13 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from paceline.errors import DeadlineError, UsageError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Role, Sequential
 from paceline.ps import SGD, Client, messages
 
-from .harness import PATIENCE_S, Cluster, ServerNode, wait_until
+from .harness import PATIENCE_S, Cluster, ServerNode
 from .test_replication import KEYS, cluster_view, is_whole
 
 ONES = -np.ones((300, 1), np.float32)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import NonFiniteError, PacelineError, UsageError
 from paceline.protocol import BoundedDelay, Consistency, DelayCompensate, Eventual, Sequential
@@ -18,7 +19,7 @@ from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.storage.snapshot_directory import read_newest
 from paceline.tables.rules import UpdateRule
 
-from .harness import Cluster, Floats, Keys, ServerNode, floats, in_threads, keys_of, statistics_of, wait_until
+from .harness import Cluster, Floats, Keys, ServerNode, floats, keys_of, statistics_of
 
 HUGE = 3e38
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import FTRL, SGD, Adam, Client, DenseTable, SparseTable, UpdateRule
 from paceline.tables.dense_part import DensePart
 
-from .harness import Cluster, ServerNode, check_all_buckets, in_threads, wait_until
+from .harness import Cluster, ServerNode, check_all_buckets
 from .test_replication import is_whole
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

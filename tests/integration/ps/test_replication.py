@@ -11,13 +11,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import ConnectionLostError, UsageError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Role, Sequential
 from paceline.ps import SGD, Adagrad, Client, messages
 from paceline.tables.bucket_arrays import buckets_of_keys
 
-from .harness import Cluster, Floats, ServerNode, in_threads, wait_until
+from .harness import Cluster, Floats, ServerNode
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 ITERATIONS = 60

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import ConnectionLostError
 from paceline.protocol import Role, Sequential
@@ -18,7 +19,7 @@ from paceline.ps import SGD, SchedulerLink, messages
 from paceline.ps.messages import NOTICE
 from paceline.transport import Hello, frame_parts
 
-from .harness import PATIENCE_S, Cluster, in_threads, wait_until
+from .harness import PATIENCE_S, Cluster
 
 
 def cut_all(cluster: Cluster) -> int:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import DataError, PeerError
 from paceline.protocol.jobs import ALL_DONE, NONE_FREE, Job, JobSpec, JobState, Lease, TakenReport
 from paceline.ps import SchedulerLink, messages
 
-from .harness import Cluster, in_threads, wait_until
+from .harness import Cluster
 
 
 @pytest.fixture

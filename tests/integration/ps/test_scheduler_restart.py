@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import AddressError, ConnectionLostError, PeerError
 from paceline.protocol import BoundedDelay, Eventual, Member, Role
@@ -21,7 +22,7 @@ from paceline.ps.scheduler.link import LinkHooks
 from paceline.testing import serve_in_thread
 from paceline.transport import Channel, Hello, Listener, SocketTransport
 
-from .harness import PATIENCE_S, TOKEN, Cluster, break_off, floats, in_threads, wait_until
+from .harness import PATIENCE_S, TOKEN, Cluster, break_off, floats
 
 
 class GuardedTransport(SocketTransport):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.waiting import in_threads, wait_until
 
 from paceline.errors import ModelError, PeerError, TableMismatchError, UsageError
 from paceline.protocol import Sequential
@@ -28,7 +29,7 @@ from paceline.storage import parts
 from paceline.storage.format import SnapshotManifest
 from paceline.storage.snapshot_directory import SnapshotWriteError, folder_name, numbers_in, read_newest
 
-from .harness import Cluster, Floats, ServerNode, files_up_to, in_threads, keys_of, random_keys, wait_until
+from .harness import Cluster, Floats, ServerNode, files_up_to, keys_of, random_keys
 
 KEYS = random_keys(np.random.default_rng(5), 5_000)
 SIZE = 2_000

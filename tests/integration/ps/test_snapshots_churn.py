@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from paceline.kernels.hashing import mix
 from paceline.protocol import Consistency, Eventual, Sequential
@@ -20,7 +21,7 @@ from paceline.storage import parts
 from paceline.storage.format import SnapshotManifest
 from paceline.storage.snapshot_directory import SnapshotWriteError, read_buckets
 
-from .harness import Cluster, ServerNode, random_keys, wait_until
+from .harness import Cluster, ServerNode, random_keys
 from .test_replication import drain, is_whole
 
 KEYS = random_keys(np.random.default_rng(5), 5_000)

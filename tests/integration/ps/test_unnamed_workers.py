@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.waiting import wait_until
 
 from paceline.errors import PeerError
 from paceline.protocol import BoundedDelay, Consistency, Sequential
@@ -11,7 +12,7 @@ from paceline.ps import SGD, messages
 from paceline.ps.messages import CALL, SYNCED
 from paceline.transport import Channel, Hello, frame_parts
 
-from .harness import PATIENCE_S, Cluster, wait_until
+from .harness import PATIENCE_S, Cluster
 
 KEYS = np.arange(10, dtype=np.uint64)
 ONES = -np.ones((10, 1), np.float32)

@@ -10,11 +10,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tests.waiting import in_threads
 
 import paceline.horovod as hvd
 
@@ -27,11 +29,7 @@ def start(rank: int, size: int) -> None:
     with raises(ValueError, "Horovod has not been initialized; use hvd.init()."):
         hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)]))
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "30"
-    threads = [threading.Thread(target=hvd.init) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[hvd.init] * 3)
 
 
 @contextlib.contextmanager
@@ -416,17 +414,11 @@ def check_timeline(rank: int, size: int) -> None:
 
 
 def check_many_threads(rank: int, size: int) -> None:
-    results: list[float] = []
+    def call(number: int) -> Any:
+        return hvd.allreduce(torch.tensor(float(number)), name=f"thread {number}").item()
 
-    def call(number: int) -> None:
-        results.append(hvd.allreduce(torch.tensor(float(number)), name=f"thread {number}").item())
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
-    for thread in threads if rank else reversed(threads):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == [float(number) for number in range(8)]
+    numbers = [*range(8)] if rank else [*reversed(range(8))]
+    assert in_threads(*(partial(call, number) for number in numbers)) == numbers
 
 
 def last_shutdown_and_init(rank: int, size: int) -> None:

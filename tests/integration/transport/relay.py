@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from tests.waiting import join
+
 from paceline.transport import HEADER_BYTES, Address, unpack_header
 
 Meddle: TypeAlias = Callable[[int, bytes], list[bytes]]
@@ -36,7 +38,7 @@ class Relay:
             server = socket.create_connection(self._server)
             self._sockets += [client, server]
             for work in (self._to_server, self._to_client):
-                self._threads.append(threading.Thread(target=work, args=(client, server)))
+                self._threads.append(threading.Thread(target=work, args=(client, server), daemon=True))
                 self._threads[-1].start()
 
     def _to_server(self, client: socket.socket, server: socket.socket) -> None:
@@ -66,11 +68,11 @@ class Relay:
         """Close everything."""
         _shut(self._listening)
         self._listening.close()
-        self._threads[0].join()
+        join(self._threads[0])
         for opened in self._sockets:
             _shut(opened)
         for thread in self._threads:
-            thread.join()
+            join(thread)
         for opened in self._sockets:
             opened.close()
 

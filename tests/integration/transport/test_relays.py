@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
 
 import msgspec
 import numpy as np
 import pytest
+from tests.waiting import in_thread
 
 from paceline.errors import AddressError, AuthenticationError, ConnectionLostError, PeerError
 from paceline.testing import EchoHandler, serve_in_thread
@@ -96,15 +96,11 @@ def test_frames_of_the_server_are_sealed(transport: SocketTransport) -> None:
                     answer[-100] ^= 1
                     client.sendall(answer)
 
-            thread = threading.Thread(target=between)
-            thread.start()
-            try:
+            with in_thread(between):
                 channel = transport.connect(Address("tcp", *trap.getsockname()), WORKER)
                 channel.send(*frame_parts(ECHO, body=bytes(size)))
                 with pytest.raises(ConnectionLostError, match="altered"):
                     channel.receive_frame(10)
-            finally:
-                thread.join()
 
 
 def read(source: socket.socket, tag_bytes: int) -> bytes:
@@ -144,13 +140,8 @@ def test_a_hello_cannot_be_forged(transport: SocketTransport) -> None:
                 real.sendall(join(frame_parts(FrameKind.HELLO, meta=encode(forged))))
                 answers.append(unpack_header(read(real, 0)).kind)
 
-        thread = threading.Thread(target=attack)
-        thread.start()
-        try:
-            with pytest.raises(PeerError):
-                transport.connect(Address("tcp", *trap.getsockname()), WORKER, timeout_s=5)
-        finally:
-            thread.join()
+        with in_thread(attack), pytest.raises(PeerError):
+            transport.connect(Address("tcp", *trap.getsockname()), WORKER, timeout_s=5)
         assert answers in ([], [int(FrameKind.REFUSED)])
         assert not handler.peers
 
@@ -226,11 +217,9 @@ def test_streams_without_frames_are_not_relayed_on_one_host() -> None:
                     except PeerError as error:
                         failures.append(error)
 
-        thread = threading.Thread(target=accept)
-        thread.start()
-        address = Address("tcp", *listening.getsockname())
-        connect_stream(address, TOKEN, WORKER, 5)[0].close()
-        with relay(address) as between, pytest.raises(PeerError):
-            connect_stream(between.address, TOKEN, WORKER, 5)
-        thread.join()
+        with in_thread(accept):
+            address = Address("tcp", *listening.getsockname())
+            connect_stream(address, TOKEN, WORKER, 5)[0].close()
+            with relay(address) as between, pytest.raises(PeerError):
+                connect_stream(between.address, TOKEN, WORKER, 5)
     assert [type(error) for error in failures] == [AuthenticationError]

@@ -7,12 +7,12 @@ import os
 import resource
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import psutil
 import pytest
+from tests.waiting import wait_until
 
 from paceline.errors import AddressError
 from paceline.meeting.node import Node
@@ -36,13 +36,6 @@ def echo(transport: SocketTransport, endpoint: Endpoint) -> None:
         assert bytes(channel.receive_frame(10).body) == b"word"
     finally:
         channel.close()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix", "tls"])

@@ -91,7 +91,7 @@ class Network:
     def close(self) -> None:
         """Stop forwarding packets. The kernel removes the namespaces together with this process's namespace."""
         self._is_closing = True
-        self._thread.join()
+        self._thread.join(5.0)  # it ends within its poll
         for device in self._devices:
             os.close(device)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from tests.waiting import in_threads
 
 from paceline.collectives import Grid, Group, MemoryStore, dims_create, init, join, split_evenly
 from paceline.errors import GroupClosedError, MismatchError, UsageError
@@ -21,25 +22,14 @@ Array = np.ndarray[Any, Any]
 def run_ranks(size: int, work: Callable[[Group], _T]) -> list[_T]:
     """Return the results of `work` on every rank of a new group."""
     store = MemoryStore()
-    results: dict[int, _T] = {}
-    failures: list[BaseException] = []
 
-    def run(rank: int) -> None:
-        try:
-            with join(store, rank, size, token="a token for tests", timeout=timedelta(seconds=20)) as group:
-                results[rank] = work(group)
-                group.barrier()
-        except BaseException as error:
-            failures.append(error)
+    def run(rank: int) -> _T:
+        with join(store, rank, size, token="a token for tests", timeout=timedelta(seconds=20)) as group:
+            result = work(group)
+            group.barrier()
+        return result
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return [results[rank] for rank in range(size)]
+    return in_threads(*(partial(run, rank) for rank in range(size)))
 
 
 # shapes and slices: functions without communication

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import threading
 import zlib
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.reference.combine import reference
+from tests.waiting import in_threads
 
 from paceline.kernels import combine
 from paceline.kernels.combine import BITWISE_AND, DTYPES, MAX, MIN, PRODUCT, SUM, combiner
@@ -210,11 +210,6 @@ def test_16_bit_sums_equal_the_sums_of_torch(dtype: str) -> None:
 
 
 def test_all_threads_share_one_function_per_dtype() -> None:
-    found: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: found.append([combiner(dtype) for dtype in DTYPES])) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_threads(*[lambda: [combiner(dtype) for dtype in DTYPES]] * 3)
     assert len(set(found[0])) == len(DTYPES)
     assert found == [found[0]] * 3

@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.waiting import wait_until
 
 from paceline.launch import local
 from paceline.launch.fork_server import Forked, ForkError, ForkServer
@@ -22,14 +22,6 @@ if sys.platform in ("darwin", "win32"):
     pytest.skip("processes are not forked here", allow_module_level=True)
 
 MODULE = "echoing"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that becomes true soon."""
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

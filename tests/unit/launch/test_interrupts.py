@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
+from tests.waiting import in_threads
 
 from paceline.training.job_running import DeferredSignals
 
@@ -71,16 +71,8 @@ def test_signals_without_a_handler_are_not_changed() -> None:
 
 
 def test_deferred_signals_do_nothing_in_other_threads() -> None:
-    failures: list[BaseException] = []
-
     def work() -> None:
-        try:
-            with DeferredSignals() as signals:
-                signals.check()
-        except BaseException as error:
-            failures.append(error)
+        with DeferredSignals() as signals:
+            signals.check()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert failures == []
+    in_threads(work)

@@ -6,10 +6,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 
 import pytest
 from tests.free_ports import free_port
+from tests.waiting import wait_until
 
 from paceline.launch import supervisor
 from paceline.launch.local import LocalCluster
@@ -22,14 +22,6 @@ from paceline.transport import SocketTransport
 pytestmark = pytest.mark.usefixtures("warm_clusters")
 
 _TOKEN = "a token for tests"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that becomes true soon."""
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture

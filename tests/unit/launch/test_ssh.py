@@ -7,11 +7,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.waiting import wait_until
 from tests.warm.processes import RANKS, RELAYED_COMMAND, WarmProcess
 
 from paceline.cli import main
@@ -250,18 +250,14 @@ def test_no_process_is_left_after_a_signal(folder: Path, number: int, status: in
     words = ["-m", "paceline", "run", "--hosts", "a:2", "train.py", "long"]
     variables = {**os.environ, "PACELINE_TOKEN": "the-token-of-this-test"}
     running = WarmProcess(words, env=variables, cwd=folder, stdout=subprocess.PIPE)
-    deadline = time.monotonic() + _WAIT_S
-    while not all((folder / f"pid{rank}").exists() and (folder / f"pid{rank}").stat().st_size for rank in (0, 1)):
-        assert time.monotonic() < deadline, "the ranks have not started"
-        time.sleep(0.05)
+    pids = [folder / f"pid{rank}" for rank in (0, 1)]
+    wait_until(lambda: all(path.exists() and path.stat().st_size for path in pids), "the ranks have not started")
     commands = [" ".join(process.cmdline()) for process in psutil.Process(running.pid).children(recursive=True)]
     assert sum(MODULE in command for command in commands) == 1
     assert not any("the-token" in command for command in [*commands, (folder / "calls").read_text()])
     running.send_signal(number)
     assert running.wait(_WAIT_S) == status
-    while living(folder, 2):
-        assert time.monotonic() < deadline + _WAIT_S, "processes of ranks are left"
-        time.sleep(0.05)
+    wait_until(lambda: not living(folder, 2), "processes of ranks are left")
     assert running.stdout is not None
     running.stdout.close()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.waiting import wait_until
 
 from paceline.launch.supervisor import ChildProcess, Supervisor, spawn
 
@@ -96,10 +97,7 @@ def test_a_dead_process_is_replaced_and_a_finished_one_is_not(supervisor: Superv
     supervisor.keep(child, lambda: python(OBEDIENT), most=5, on_replaced=lambda _, status: statuses.append(status))
     first = child.process.pid
     os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_S
-    while not statuses:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: bool(statuses))
     assert statuses == [-signal.SIGKILL]
     assert child.process.pid != first
     assert supervisor.ended() == []

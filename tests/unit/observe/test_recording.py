@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import msgspec
 import pytest
+from tests.waiting import in_threads
 
 from paceline.observe import recording
 from paceline.observe.collector import Collector, ExchangeTimes
@@ -85,9 +84,7 @@ def test_a_loop_that_the_program_leaves_ends(recorder: Recorder, clock: Clock) -
 
 def test_other_threads_do_not_change_the_phase(recorder: Recorder, clock: Clock) -> None:
     recorder.begin_step()
-    thread = threading.Thread(target=recorder.enter, args=("communication",))
-    thread.start()
-    thread.join()
+    in_threads(lambda: recorder.enter("communication"))
     clock.time_s += 1.0
     assert phases_of(recorder) == {"data": 1.0}
 
@@ -99,9 +96,7 @@ def test_hooks_of_backward_may_run_in_a_thread_of_autograd(
     monkeypatch.setattr(recording, "recorder", recorder)
 
     def run_hook() -> None:
-        thread = threading.Thread(target=begin_exchange, kwargs={"is_for_all": True})
-        thread.start()
-        thread.join()
+        in_threads(lambda: begin_exchange(is_for_all=True))
 
     recorder.begin_step()
     run_hook()  # of a backward outside of the loop

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import join
 
 from paceline.errors import PacelineError, UsageError
 from paceline.observe.stuck.jobs import find_jobs, start_job
@@ -139,7 +140,7 @@ def test_a_process_writes_its_stack_while_it_holds_the_interpreter(
         thread.start()
         while not done.wait(0.01):
             sum(range(1_000_000))
-        thread.join()
+        join(thread)
         own, other = states[0]
         assert (own.process.name, own.problem) == ("rank 3", "")
         assert any(frame.file == __file__ for frame in own.main_stack)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.memory_transport import MemoryTransport
+from tests.waiting import wait_until
 
 from paceline.errors import ConnectionLostError, DeadlineError, NonFiniteError, PacelineError, StaleEpochError
 from paceline.protocol import Member, Role
@@ -200,21 +201,14 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def until_synced(server: FakeServer, version: int) -> None:
     """Wait for the resync after the resent requests."""
-    until(lambda: any(message.kind == SYNCED for message in server.data(version)))
+    wait_until(lambda: any(message.kind == SYNCED for message in server.data(version)))
 
 
 def until_pulled(server: FakeServer, version: int) -> None:
     """Wait for requests for values of both kinds of tables."""
-    until(lambda: sum(message.kind == PULL for message in server.data(version)) >= 2)
+    wait_until(lambda: sum(message.kind == PULL for message in server.data(version)) >= 2)
 
 
 def in_thread(stack: ExitStack, function: Callable[[], Any]) -> threading.Thread:
@@ -242,7 +236,7 @@ def test_unanswered_requests_to_a_dead_server_are_sent_to_its_successor(stack: E
     pushed = table.push(KEYS, np.arange(128, dtype=np.float32).reshape(64, 2))
     queries: list[bool] = []
     waiting = in_thread(stack, lambda: queries.append(pushed.dropped))  # the thread waits for the server that will die
-    until(lambda: any(message.kind == PUSH for message in world.servers[12].seen))
+    wait_until(lambda: any(message.kind == PUSH for message in world.servers[12].seen))
     began = time.monotonic()
     world.publish(client, 2, {11: ALL})
     waiting.join(10)
@@ -270,7 +264,7 @@ def test_a_pull_is_split_again_and_the_values_are_joined(stack: ExitStack) -> No
     ranged = dense.push_pull_async(np.arange(DENSE, dtype=np.float32)[7:990], start=7)
     by_key = dense.pull_async(keys=[5, 999, 500, 5])
     own_buckets = ALL // 3  # every second bucket
-    until(lambda: sum(message.kind != SYNCED for message in world.servers[12].seen) == 3)
+    wait_until(lambda: sum(message.kind != SYNCED for message in world.servers[12].seen) == 3)
     for server in world.servers.values():
         server.change(2)
     world.publish(client, 2, {11: LOW & own_buckets, 12: HIGH & own_buckets, 13: ALL & ~own_buckets})
@@ -339,9 +333,9 @@ def test_a_waiting_client_resyncs_with_another_server_after_a_cut(
     until_synced(other, 1)
     busy.is_silent = True
     in_thread(stack, table.pull_async(keys_in(LOW)).wait)
-    until(lambda: any(message.kind == PULL for message in busy.data(1)))
+    wait_until(lambda: any(message.kind == PULL for message in busy.data(1)))
     other.cut()
-    until(client.servers.connections[1].channel.has_ended)
+    wait_until(client.servers.connections[1].channel.has_ended)
     for server in (busy, other):
         server.change(2, is_silent=server is busy)
     world.publish(client, 2, {11: LOW, 12: HIGH})
@@ -357,12 +351,12 @@ def test_an_idle_client_resyncs(stack: ExitStack) -> None:
     world.publish(client, 2, {11: LOW, 12: HIGH})
     for incarnation in (11, 12):
         server = world.servers[incarnation]
-        until(lambda server=server: server.data(2))  # type: ignore[misc]
+        wait_until(lambda server=server: server.data(2))  # type: ignore[misc]
         assert [message[:5] for message in server.data(2)] == [(SYNCED, 1, 2, 1, 3)]
     client.retire()
     assert [type(call) for call in world.servers[12].calls] == [messages.Retire]
     world.publish(client, 3, {11: LOW, 13: HIGH})
-    until(lambda: world.servers[13].data(3))
+    wait_until(lambda: world.servers[13].data(3))
     assert world.servers[13].data(3)[0][:4] == (SYNCED, 0, 3, 1)
 
 
@@ -372,7 +366,7 @@ def test_a_joining_worker_resyncs(stack: ExitStack) -> None:
     client = world.connect()
     for incarnation in (11, 12):
         server = world.servers[incarnation]
-        until(lambda server=server: len(server.data(1)) == 2)  # type: ignore[misc]
+        wait_until(lambda server=server: len(server.data(1)) == 2)  # type: ignore[misc]
         # One resync follows the first view, and one follows the join.
         assert [message[:5] for message in server.data(1)] == [(SYNCED, 0, 1, 0, 3), (SYNCED, 1, 1, 0, 3)]
     assert client.clock == 0
@@ -506,7 +500,7 @@ def test_an_unreachable_new_server(stack: ExitStack) -> None:
     listener = world.transport.listeners.pop(address.host)
     world.servers[11].change(2)
     client.follower.take(new)
-    until(lambda: world.servers[11].data(2))
+    wait_until(lambda: world.servers[11].data(2))
     world.transport.listeners[address.host] = listener
     assert (table.pull(KEYS).reshape(-1) == KEYS).all()
     until_synced(world.servers[12], 2)
@@ -528,7 +522,7 @@ def test_a_call_to_a_server_dying_during_the_call(stack: ExitStack) -> None:
     world.servers[12].is_mute = True
     done: list[object] = []
     thread = in_thread(stack, lambda: done.append(client.sparse_table("w", update=SGD(lr=1.0))))
-    until(lambda: world.servers[12].calls[1:])
+    wait_until(lambda: world.servers[12].calls[1:])
     world.publish(client, 2, {11: LOW, 13: HIGH})
     thread.join(10)
     assert done
@@ -541,7 +535,7 @@ def test_a_push_lost_with_the_servers_raises_an_error(stack: ExitStack) -> None:
     table = client.sparse_table("w", update=SGD(lr=1.0))
     world.servers[12].is_silent = True
     table.push(KEYS, ones())
-    until(lambda: any(frame.kind == PUSH for frame in world.servers[12].seen))
+    wait_until(lambda: any(frame.kind == PUSH for frame in world.servers[12].seen))
     client.follower.take(world.map(2, {11: LOW}))
     with pytest.raises(PacelineError, match="server 1 died"):
         client.flush()
@@ -554,7 +548,7 @@ def test_a_rejection_is_raised_after_the_loss_of_another_server(stack: ExitStack
     world.servers[11].fails = NonFiniteError("refused")
     low = np.array(keys_in(LOW), np.uint64)
     table.push(low, np.ones(len(low), np.float32))
-    until(lambda: any(frame.kind == PUSH for frame in world.servers[11].seen))
+    wait_until(lambda: any(frame.kind == PUSH for frame in world.servers[11].seen))
     world.servers[11].fails = None
     table.pull(low)  # the rejection arrived before the reply to this pull
     world.publish(client, 2, {11: ALL})
@@ -568,7 +562,7 @@ def test_an_interrupted_view_change_continues_later(stack: ExitStack, monkeypatc
     table = client.sparse_table("w", update=SGD(lr=1.0))
     world.servers[12].is_silent = True
     ticket = table.push(KEYS, ones())
-    until(lambda: any(frame.kind == PUSH for frame in world.servers[12].seen))
+    wait_until(lambda: any(frame.kind == PUSH for frame in world.servers[12].seen))
     fails = iter([True])
 
     def fill_once(*arguments: Any) -> Any:

@@ -10,11 +10,13 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from tests.waiting import in_thread
 
 from paceline import rpc
 from paceline.errors import ConnectionLostError, DeadlineError, PeerError, ProtocolError, UsageError
@@ -232,16 +234,14 @@ def test_frames_of_all_sizes_arrive_complete_and_in_order(is_sealed: bool, monke
         for number, body in enumerate(bodies):
             left.send(20, bytes(number), [body], request=number, deadline=soon)
 
-    sender = threading.Thread(target=send)
-    sender.start()
-    right.agree_on_seals("secret" * 4, connecting=False, deadline=soon)
-    for number, body in enumerate(bodies):
-        assert right.wait_readable(10)
-        header, meta, found = right.receive()
-        assert header.request == number
-        assert bytes(meta) == bytes(number)
-        assert bytes(found) == body.tobytes()
-    sender.join()
+    with in_thread(send):
+        right.agree_on_seals("secret" * 4, connecting=False, deadline=soon)
+        for number, body in enumerate(bodies):
+            assert right.wait_readable(10)
+            header, meta, found = right.receive()
+            assert header.request == number
+            assert bytes(meta) == bytes(number)
+            assert bytes(found) == body.tobytes()
     left.close()
     left.release()
     with pytest.raises(ConnectionLostError):
@@ -253,12 +253,8 @@ def test_frames_under_another_token_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(framed_socket, "_is_on_host", lambda connected: False)
     left, right = pair()
     soon = time.monotonic() + 10
-    agreeing = threading.Thread(
-        target=left.agree_on_seals, args=("one" * 8,), kwargs={"connecting": True, "deadline": soon}
-    )
-    agreeing.start()
-    right.agree_on_seals("two" * 8, connecting=False, deadline=soon)
-    agreeing.join()
+    with in_thread(lambda: left.agree_on_seals("one" * 8, connecting=True, deadline=soon)):
+        right.agree_on_seals("two" * 8, connecting=False, deadline=soon)
     left.send(20, b"x", deadline=soon)
     with pytest.raises(ConnectionLostError, match="altered"):
         right.receive()
@@ -293,10 +289,8 @@ def test_large_bodies_are_sent_through_shared_memory_after_it_is_mapped() -> Non
     sent = [np.full(size, fill, np.uint8) for fill, size in enumerate([1 << 16, 1 << 20, 70_001, 3, 1 << 20, 3 << 20])]
     through = []
     for body in [*sent, *sent]:
-        sender = threading.Thread(target=left.send, args=(20, b"m", [body[:5], body[5:]]), kwargs={"deadline": soon})
-        sender.start()
-        received = right.receive()
-        sender.join()
+        with in_thread(partial(left.send, 20, b"m", [body[:5], body[5:]], deadline=soon)):
+            received = right.receive()
         assert bytes(received.meta) == b"m"
         np.testing.assert_array_equal(np.frombuffer(received.body, np.uint8), body)
         through.append(bool(received.header.flags))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import select
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
+from tests.waiting import in_thread
 
 from paceline.collectives.network.mesh import Link, Mesh
 from paceline.errors import AuthenticationError, GroupClosedError, RankLostError, UsageError
@@ -176,7 +176,5 @@ def test_close_wakes_polling_threads() -> None:
         ends = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
         poller = select.poll()
         poller.register(ends[0].fileno(), select.POLLIN)
-        closing = threading.Thread(target=ends[0].close)
-        closing.start()
-        assert poller.poll(5000)
-        closing.join()
+        with in_thread(ends[0].close):
+            assert poller.poll(5000)

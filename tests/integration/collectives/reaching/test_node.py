@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
+from tests.waiting import in_thread
 
 from paceline.errors import AddressError, AuthenticationError, DeadlineError, GroupClosedError, ProtocolError
 from paceline.meeting.node import Node, NodeInfo, memory_domain
@@ -153,11 +154,11 @@ def test_dropped_nodes_are_closed() -> None:
                 while not closed.is_set():
                     second.forget("all")
 
-            forgetting = threading.Thread(target=forget)
-            forgetting.start()
-            assert again.recv(1) == b""
-            closed.set()
-            forgetting.join()
+            with in_thread(forget):
+                try:
+                    assert again.recv(1) == b""
+                finally:
+                    closed.set()
         outgoing.send(b"word")
         assert taken.recv(4) == b"word"
         taken.close()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from tests.waiting import in_thread
 
 from paceline.environment import Environment
 from paceline.errors import (
@@ -182,11 +182,8 @@ def test_a_listener_of_another_program_is_reported() -> None:
             with connected:
                 connected.sendall(b"SSH-2.0-OpenSSH_9.6 and so on, for more than forty bytes\r\n")
 
-        speaker = threading.Thread(target=speak)
-        speaker.start()
-        with pytest.raises(ProtocolError, match=r"is not a Paceline rendezvous.*MASTER_PORT"):
+        with in_thread(speak), pytest.raises(ProtocolError, match=r"is not a Paceline rendezvous.*MASTER_PORT"):
             meet(1, 2, other.getsockname()[1])
-        speaker.join()
 
 
 def test_a_silent_listener_is_reported() -> None:
