@@ -1,4 +1,4 @@
-"""Each process of pytest has a temporary folder, which must be empty after each module."""
+"""Checks that tests leave nothing: files in the folder for temporary files, threads, open files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import getpass
 import os
 import shutil
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+import psutil
+import pytest
 
 _PREFIX: Final = "pt-"
 _PATIENCE_S: Final = 20.0  # the processes of the last test may still be ending
@@ -45,3 +50,16 @@ class TemporaryFiles:
     def close(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """Check that the test has ended its threads and closed its files."""
+    process = psutil.Process()
+    threads, files = threading.active_count(), process.num_fds()
+    yield
+    deadline = time.monotonic() + 5
+    while (threading.active_count(), process.num_fds()) > (threads, files) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert threading.active_count() <= threads, threading.enumerate()
+    assert process.num_fds() <= files

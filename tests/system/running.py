@@ -194,6 +194,16 @@ class Commands:
         return finished
 
 
+def read_outputs(processes: Sequence[subprocess.Popen[str]], timeout_s: float = 2 * _WAIT_S) -> list[str]:
+    """Wait for the end of processes; return their outputs. Kill them at the timeout."""
+    try:
+        return [process.communicate(timeout=timeout_s)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def our_processes(mark: str) -> list[psutil.Process]:
     """Return the processes with this session's mark in their environment."""
     found = []
@@ -241,6 +251,25 @@ def make_endless(folder: Path) -> Callable[[], None]:
         time.sleep(1000)
 
     return live
+
+
+def make_push() -> Callable[[], list[float]]:
+    """Return a function in which each rank pushes -1 to two values. It returns the values of servers with SGD."""
+
+    def push() -> list[float]:
+        import numpy
+
+        import paceline
+        import paceline.collectives
+
+        with paceline.collectives.init() as group, paceline.connect() as cluster:
+            table = cluster.dense_table("weights", size=2, update=paceline.SGD(lr=1.0))
+            table.push(-numpy.ones(2, numpy.float32)).wait()
+            group.barrier()
+            values: list[float] = table.pull().tolist()
+            return values
+
+    return push
 
 
 @contextlib.contextmanager

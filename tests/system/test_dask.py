@@ -23,7 +23,7 @@ from tests.waiting import in_thread, wait_until
 import paceline.dask
 from paceline.errors import PeerError, UsageError
 
-from .running import MARK, interrupting, make_endless, wait_functions_ended, wait_ranks
+from .running import MARK, interrupting, make_endless, make_push, wait_functions_ended, wait_ranks
 
 _CLUSTER = """
 import sys
@@ -82,20 +82,7 @@ def test_the_values_of_ranks(client: Client) -> None:
 
 @pytest.mark.thorough
 def test_servers(client: Client) -> None:
-    def push() -> list[float]:
-        import numpy
-
-        import paceline
-        import paceline.collectives
-
-        with paceline.collectives.init() as group, paceline.connect() as cluster:
-            table = cluster.dense_table("weights", size=2, update=paceline.SGD(lr=1.0))
-            table.push(-numpy.ones(2, numpy.float32)).wait()
-            group.barrier()
-            values: list[float] = table.pull().tolist()
-            return values
-
-    assert paceline.dask.run(client, push, strategy="hybrid", servers=2) == [[2.0, 2.0], [2.0, 2.0]]
+    assert paceline.dask.run(client, make_push(), strategy="hybrid", servers=2) == [[2.0, 2.0], [2.0, 2.0]]
 
 
 @pytest.mark.parametrize(("num_nodes", "num_ranks"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.thorough)])

@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 from tests.warm.processes import WarmProcess
 
 from .elastic_training import TRAIN, check_items, ends
-from .running import PROMPT_S, Commands, Finished, Running
+from .running import PROMPT_S, Commands, Finished, Running, read_outputs
 
 
 class Ranks:
@@ -131,12 +131,7 @@ def test_torchrun_restarts_a_killed_rank(paceline: Commands, ranks: Ranks, tmp_p
         )
         for first in (0, processes)
     ]
-    try:
-        outputs = [agent.communicate(timeout=240)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
+    outputs = read_outputs(agents)
     assert [agent.returncode for agent in agents] == [0, 0]
     last = {member: state for output in outputs for member, state in ends(Finished(0, output, "")).items()}
     assert last.keys() >= {10, *range(processes, 2 * processes)}

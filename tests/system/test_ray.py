@@ -33,6 +33,7 @@ from .running import (
     Running,
     interrupting,
     make_endless,
+    make_push,
     wait_functions_ended,
     wait_ranks,
 )
@@ -101,20 +102,7 @@ def test_the_values_of_ranks(cluster: Any) -> None:
 
 
 def test_servers(cluster: Any) -> None:
-    def push() -> list[float]:
-        import numpy
-
-        import paceline
-        import paceline.collectives
-
-        with paceline.collectives.init() as group, paceline.connect() as cluster:
-            table = cluster.dense_table("weights", size=2, update=paceline.SGD(lr=1.0))
-            table.push(-numpy.ones(2, numpy.float32)).wait()
-            group.barrier()
-            values: list[float] = table.pull().tolist()
-            return values
-
-    assert run(push, strategy="hybrid", servers=2) == [[2.0, 2.0], [2.0, 2.0]]
+    assert run(make_push(), strategy="hybrid", servers=2) == [[2.0, 2.0], [2.0, 2.0]]
 
 
 def test_the_exception_of_a_rank(cluster: Any, tmp_path: Path) -> None:

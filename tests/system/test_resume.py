@@ -10,7 +10,7 @@ import pytest
 from tests.free_ports import free_port
 from tests.warm.processes import RANKS
 
-from .running import Commands
+from .running import Commands, read_outputs
 
 _SCRIPT = """
 import os, signal
@@ -118,12 +118,7 @@ def test_torchrun_restarts_all_workers_and_the_training_continues(paceline: Comm
         )
         for _ in range(2)
     ]
-    try:
-        outputs = [agent.communicate(timeout=240)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
+    outputs = read_outputs(agents)
     assert [agent.returncode for agent in agents] == [0, 0]
     assert (tmp_path / "died").exists()
     assert any(expected(2) in output for output in outputs), outputs

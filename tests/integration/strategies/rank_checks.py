@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,52 @@ class RankReports:
         return "\n".join([*lines, *self.errors]) if failed else ""
 
 
+@contextlib.contextmanager
+def started_ranks(
+    words: Sequence[str | Path], size: int, name: str, environment: Mapping[str, str]
+) -> Iterator[list[WarmProcess]]:
+    """Start the ranks of a program, with a store in this process. Kill them at the end of the block."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    surroundings = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": name,
+        **environment,
+    }
+    ranks = [
+        WarmProcess(
+            words,
+            kind="torch",
+            env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+def run_ranks(
+    words: Sequence[str | Path],
+    size: int,
+    name: str,
+    environment: Mapping[str, str] | None = None,
+    *,
+    patience_s: float,
+) -> None:
+    """Run a program on ranks, without warnings. Every rank must succeed."""
+    with started_ranks(["-W", "error", *words], size, name, environment or {}) as ranks:
+        errors = [rank.communicate(timeout=patience_s)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors)
+
+
 def run_checks(
     module: str,
     size: int,
@@ -55,32 +101,12 @@ def run_checks(
 
     Ranks that do not end within `patience_s` seconds are killed; the reports of their remaining checks are missing.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    surroundings = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
-        "CHECKS": checks,
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": module,
-        **(environment or {}),
-    }
-    ranks = [
-        WarmProcess(
-            [_FOLDER / "strategy_ranks.py", module, folder],
-            kind="torch",
-            env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
+    with started_ranks(
+        [_FOLDER / "strategy_ranks.py", module, folder], size, module, {"CHECKS": checks, **(environment or {})}
+    ) as ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             for rank in ranks:
                 rank.wait(patience_s)
-    finally:
         for rank in ranks:
             rank.kill()
         errors = [rank.communicate()[1] for rank in ranks]

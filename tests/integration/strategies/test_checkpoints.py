@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.warm.processes import WarmProcess
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, ReduceLROnPlateau, SequentialLR
 
@@ -192,39 +189,16 @@ def check_failures(rank: int, folder: Path) -> list[str]:
 
 @pytest.mark.timeout(180)
 def test_every_strategy_loads_checkpoints_of_all_other_strategies(tmp_path: Path, one_thread: None) -> None:
+    from tests.integration.strategies.rank_checks import run_ranks
+
     expected = uninterrupted()
     (tmp_path / "expected").write_text(json.dumps([value.tolist() for value in expected]))
     for name, options in ONE_PROCESS.items():
         save(name, tmp_path / name, **options)
     consistency = Sequential(aggregate="mean")
     with paceline.local_cluster(servers=2, workers=SIZE, consistency=consistency) as cluster:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        surroundings = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
-            "WORLD_SIZE": str(SIZE),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": "checkpoints",
-            "PACELINE_SCHEDULER": cluster.scheduler,
-            "PACELINE_TOKEN": cluster.token,
-        }
-        ranks = [
-            WarmProcess(
-                ["-W", "error", __file__, tmp_path],
-                kind="torch",
-                env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(SIZE)
-        ]
-        try:
-            errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.end()
-    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(errors)
+        place = {"PACELINE_SCHEDULER": cluster.scheduler, "PACELINE_TOKEN": cluster.token}
+        run_ranks([__file__, tmp_path], SIZE, "checkpoints", place, patience_s=PATIENCE_S)
     reports = [json.loads((tmp_path / f"rank {rank}").read_text()) for rank in range(SIZE)]
     distances = {f"{label}, rank {rank}": found for rank in range(SIZE) for label, found in reports[rank][0].items()}
     for name, options in ONE_PROCESS.items():

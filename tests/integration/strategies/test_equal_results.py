@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.warm.processes import WarmProcess
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 import paceline
@@ -96,37 +93,15 @@ def _one_thread() -> Iterator[None]:
 
 def train_on_ranks(folder: Path) -> list[dict[str, list[float]]]:
     """Return each rank's parameters after training, by ``strategy, optimizer``."""
+    from tests.integration.strategies.rank_checks import run_ranks
+
     consistency = Sequential(aggregate="mean")
     with (
         paceline.local_cluster(servers=1, workers=SIZE, consistency=consistency) as one,
         paceline.local_cluster(servers=2, workers=SIZE, consistency=consistency) as two,
     ):
         clusters = {cluster.scheduler: cluster.token for cluster in (one, two)}
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        surroundings = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
-            "WORLD_SIZE": str(SIZE),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": "equal-results",
-        }
-        ranks = [
-            WarmProcess(
-                ["-W", "error", __file__, folder, json.dumps(clusters)],
-                kind="torch",
-                env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(SIZE)
-        ]
-        try:
-            errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.end()
-    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(errors)
+        run_ranks([__file__, folder, json.dumps(clusters)], SIZE, "equal-results", patience_s=PATIENCE_S)
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(SIZE)]
 
 

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import trustme
+from tests.leftovers import nothing_leaks as nothing_leaks
 
 from paceline.transport import TLS, SocketTransport
 
 TOKEN = "the-token-of-tests"
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaks() -> Iterator[None]:
-    process = psutil.Process()
-    threads, files = threading.active_count(), process.num_fds()
-    yield
-    deadline = time.monotonic() + 5
-    while (threading.active_count(), process.num_fds()) > (threads, files) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert threading.active_count() <= threads
-    assert process.num_fds() <= files
 
 
 @pytest.fixture
