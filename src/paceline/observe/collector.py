@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from paceline.closing import Closing
 from paceline.decoded_types import register_type
-from paceline.errors import AddressError
+from paceline.errors import AddressError, printable
 from paceline.observe.metrics import Labels, MetricValues, Samples, is_valid
 from paceline.observe.recording import MAX_REPORT_BYTES, RankReport
 from paceline.temporary import TemporaryFolder
@@ -31,6 +31,7 @@ SILENT_S: Final = 5.0
 """A rank is silent after this time without a report."""
 _VARIABLE: Final = "PACELINE_METRICS"
 _MAX_EVENTS: Final = 200
+_MOST_CHARS: Final = 1000
 _MAX_OPEN_EXCHANGES: Final = 1024
 _MAX_RANKS: Final = 1 << 16
 
@@ -126,12 +127,12 @@ class Collector(Closing):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._thread is not None:
-            self._thread.join()
-            self._write(is_last=True)
-        for sink in self._sinks:
-            sink.close()
-        self._closing.close()
+        with self._closing:
+            if self._thread is not None:
+                self._thread.join()
+                self._write(is_last=True)
+            for sink in self._sinks:
+                sink.close()
 
     def update(self, values: MetricValues) -> None:
         """Replace the values of a source's metrics."""
@@ -141,7 +142,7 @@ class Collector(Closing):
     def add_event(self, text: str) -> None:
         """Record an event of the run."""
         with self._lock:
-            self._events.append((self._clock(), text))
+            self._events.append((self._clock(), printable(text, _MOST_CHARS)))
 
     def recent_events(self) -> list[tuple[float, str]]:
         """Return time (of the monotonic clock) and text of the last events, such as a change of the members."""

@@ -6,8 +6,9 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from paceline.errors import printable
 from paceline.observe.collector import Collector
 from paceline.observe.metrics import check_prometheus, exposition
 from paceline.observe.web import Page, WebRequest, WebServer
@@ -15,6 +16,8 @@ from paceline.output_files import naming_output
 
 if TYPE_CHECKING:
     from paceline.observe.history import RunHistory
+
+_MOST_TITLE: Final = 1000
 
 
 @contextlib.contextmanager
@@ -50,7 +53,7 @@ def open_outputs(
         if dashboard is not None or report is not None:
             from paceline.observe.history import RunHistory
 
-            history = RunHistory(" ".join([command, *sys.argv[2:]]), collector)
+            history = RunHistory(printable(" ".join([command, *sys.argv[2:]]), _MOST_TITLE), collector)
             collector.add_sink(history)
         if report is not None:
             from paceline.observe.dashboard import ReportFile

@@ -144,13 +144,13 @@ class Recorder:
     def _may_have(self, name: str, labels: Labels) -> bool:
         """Return whether the metric may have these labels; warn once if it has too many."""
         known = self._values.samples.get(name, {})
-        if labels in known or (len(known) < _MAX_LABELS and sum(map(len, labels)) <= _MAX_LABEL_CHARS):
+        if labels in known or (len(known) < _MAX_LABELS and _is_short_text("".join(labels))):
             return True
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{name}: the values of {labels} are not reported, because a rank reports at most {_MAX_LABELS} names "
-                f"of at most {_MAX_LABEL_CHARS} characters. Use fewer or shorter names",
+                f"of at most {_MAX_LABEL_CHARS} characters in UTF-8. Use fewer, shorter or valid names",
                 stacklevel=4,
             )
         return False
@@ -174,6 +174,15 @@ class Recorder:
             self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + time_s - self._since
         self._phase, self._since = phase, time_s
         return time_s
+
+
+def _is_short_text(label: str) -> bool:
+    """Return whether a report may contain the label: it is short, and can be encoded in UTF-8."""
+    try:
+        label.encode()
+    except UnicodeEncodeError:  # a lone surrogate, such as in the name of a file that is not UTF-8
+        return False
+    return len(label) <= _MAX_LABEL_CHARS
 
 
 class ReportSender(Closing):

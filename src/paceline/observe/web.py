@@ -83,6 +83,8 @@ class WebServer(Closing):
 
 
 class _QuietServer(ThreadingHTTPServer):
+    request_queue_size = 128  # with the default of 5, many clients at once wait for seconds
+
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing if the browser has closed the connection."""

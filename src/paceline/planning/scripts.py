@@ -71,8 +71,9 @@ class MeasuredCommand:
 
     @property
     def name(self) -> str:
-        """The script's path and arguments, which identify it."""
-        return " ".join([self.script if self.is_module else str(Path(self.script).resolve()), *self.arguments])
+        """The script's path and arguments, which identify it. Bytes that are not UTF-8 are escaped."""
+        name = " ".join([self.script if self.is_module else str(Path(self.script).resolve()), *self.arguments])
+        return os.fsencode(name).decode(errors="backslashreplace")
 
     def profiles(self, copies: int, threads: int, models: Sequence[str] = (ONLY,)) -> dict[str, ModelProfile]:
         """Run `copies` independent processes at the same time. Return the mean profile of each model.

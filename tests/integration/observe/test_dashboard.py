@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -126,6 +127,31 @@ def test_a_report_is_one_page_with_the_last_figures(tmp_path: Path) -> None:
         pass
 
 
+def test_a_report_of_a_script_whose_name_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["paceline", "run", "\udcff.py"])
+    report = tmp_path / "report.html"
+    with open_outputs("paceline run", report=report) as collector:
+        collector.add_event("rank 0 of \udcff.py")
+    found = re.search(r"const GIVEN = (\{.*\});", report.read_text())
+    assert found is not None
+    state = json.loads(found[1])
+    assert (state["title"], state["events"][0][1]) == (r"paceline run \udcff.py", r"rank 0 of \udcff.py")
+    assert rb"\\udcff" in page_bytes("paceline compare \udcff.py", "", [])
+
+
+def test_many_clients_connect_at_once() -> None:
+    server = WebServer("0", "--dashboard")
+    server.routes["/"] = lambda request: Page(b"page", "text/plain")
+    address = parse_listen_address(server.address.removeprefix("http://"), "")
+    with contextlib.ExitStack() as stack:
+        # The server does not accept connections yet. The system would drop those beyond the length of its queue.
+        clients = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(100)]
+        server._thread.start()
+        with server:
+            clients[-1].sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert clients[-1].makefile().read().endswith("page")
+
+
 def test_a_browser_that_leaves_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with WebServer.start("0", "--dashboard") as server:
         asked, may_answer = threading.Event(), threading.Event()
@@ -242,3 +268,19 @@ def test_chromium_draws_the_page(tmp_path: Path) -> None:
     ended = draw(page)
     assert "no progress" not in ended
     assert "15 examples/s" in ended
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium")
+def test_chromium_runs_no_code_in_names_and_draws_extreme_numbers(tmp_path: Path) -> None:
+    """Names stay text, and a large constant loss does not hang the page."""
+    name = """<img src=x onerror="document.title='run'">"'></script><script>document.title='run'</script>"""
+    lines = [Series(name=name, x=[1, 2], y=[loss, loss], color=0) for loss in (5e15, 1e300)]
+    plots = [Plot(title=name, x_label=name, series=[line], format="number", note=name) for line in lines]
+    table = PageTable(title=name, columns=[name], rows=[[name]], note=name)
+    page = tmp_path / "page.html"
+    page.write_bytes(page_bytes(name, name, [*plots, table]))
+    drawn = draw(page)
+    assert "<title>&lt;img" in drawn
+    assert not re.search("<img|<script", drawn)
+    assert drawn.count("<path d=") == 2
+    assert "NaN" not in drawn

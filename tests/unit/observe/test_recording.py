@@ -126,6 +126,17 @@ def test_a_report_has_a_limited_number_of_names(recorder: Recorder) -> None:
     assert len(msgspec.msgpack.encode(recorder.report())) < recording.MAX_REPORT_BYTES
 
 
+def test_names_that_are_not_utf8_do_not_end_the_reports(recorder: Recorder) -> None:
+    """A label may come from the name of a file, which need not be UTF-8."""
+    with pytest.warns(UserWarning, match=r"the values of \('\\udcff',\) are not reported"):
+        recorder.set("paceline_reported_value", 1.0, "\udcff")
+    recorder.set("paceline_reported_value", 2.0, "\u2028 \n")
+    datagram = msgspec.msgpack.encode(recorder.report())
+    collector = Collector()
+    collector.receive(datagram)
+    assert collector.samples()["paceline_reported_value"] == {("1", "\u2028 \n"): 2.0}
+
+
 def test_a_rank_that_has_ended_is_not_silent(recorder: Recorder, clock: Clock) -> None:
     collector = Collector(clock=clock)
     history = RunHistory("paceline run", clock=clock)

@@ -26,6 +26,7 @@ from paceline.observe.stuck.recorder import (
     REQUEST,
     FlightRecorder,
     RecordedEvent,
+    RecordedGroup,
     RecordedOperation,
     read_events,
 )
@@ -103,6 +104,20 @@ def test_a_replaced_rank_has_its_own_tracks(tmp_path: Path) -> None:
     packets = [dict(_fields(packet)) for _, packet in _fields((tmp_path / "t.pftrace").read_bytes())]
     numbers = [dict(_fields(packet[60]))[1] for packet in packets if 60 in packet]
     assert len(numbers) == len(set(numbers)) == 4  # of two processes, and of a thread of each
+
+
+def test_threads_of_one_group_have_their_own_tracks(tmp_path: Path) -> None:
+    calls = [_event(COLLECTIVE, "all_reduce", 1, 3, group=0, thread=8), _event(COLLECTIVE, "all_reduce", 2, 4, group=0)]
+    groups = {0: RecordedGroup(0, "world", (0, 1))}
+    tracks = list(make_tracks([ProcessEvents(WatchedProcess("rank 0", 1, "", 1), calls, groups)]))
+    assert [track.name for track in tracks if track.spans] == [
+        "thread of group world",
+        "thread of group world, thread 0x4d",
+    ]
+    write_timeline(tmp_path / "t.pftrace", tracks, 0)
+    packets = [dict(_fields(packet)) for _, packet in _fields((tmp_path / "t.pftrace").read_bytes())]
+    numbers = [dict(_fields(packet[60]))[1] for packet in packets if 60 in packet]
+    assert len(numbers) == len(set(numbers))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -225,3 +225,63 @@ def test_a_child_of_a_rank_is_not_shown_as_the_rank(tmp_path: Path, monkeypatch:
         ranks[1].communicate(b"\n")
         assert [(process.name, process.pid) for process in read_processes(job.folder)] == [("rank 1", ranks[0].pid)]
         ranks[0].communicate(b"\n")
+
+
+def test_names_that_are_not_utf8_are_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["paceline", "run", "\udcff.py", "\x1b[31m"])
+    job = start_job()
+    assert job is not None
+    with job:
+        assert [found.info.command for found in find_jobs(None)] == [r"paceline run '\udcff.py' '\x1b[31m'"]
+
+
+def test_files_of_a_script_that_closes_all_descriptors_receive_no_stack(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from paceline.observe.stuck.processes import watch_rank
+watch_rank()
+os.closerange(3, 200)
+files = [open(f"{sys.argv[1]}/{number}", "wb") for number in range(10)]
+print("ready", flush=True)
+input()
+"""
+    job = start_job()
+    assert job is not None
+    with job:
+        variables = {**os.environ, **job.variables, "RANK": "0", "WORLD_SIZE": "1"}
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+            assert rank.stdout is not None
+            rank.stdout.readline()
+            [state] = collect([job.folder])
+            rank.communicate(b"\n")
+        assert not state.problem
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 0
+
+
+def test_the_reason_for_a_missing_stack_is_shown(tmp_path: Path) -> None:
+    program = """
+import faulthandler, sys, threading
+from paceline.observe.stuck.processes import STACK_SIGNAL, watch_rank
+watch_rank()
+if sys.argv[1] == "threads":
+    for _ in range(100):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+else:
+    faulthandler.unregister(STACK_SIGNAL)
+print("ready", flush=True)
+input()
+"""
+    job = start_job()
+    assert job is not None
+    with job:
+        for number, reason in enumerate(("threads", "handler")):
+            variables = {**os.environ, **job.variables, "RANK": str(number), "WORLD_SIZE": "2"}
+            command = [sys.executable, "-c", program, reason]
+            with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+                assert rank.stdout is not None
+                rank.stdout.readline()
+                [state] = collect([job.folder])
+                rank.communicate(b"\n")
+            assert f"more than 100 {reason}" in state.problem or f"removed the {reason}" in state.problem

@@ -143,9 +143,12 @@ def make_tracks(processes: Sequence[ProcessEvents], *, may_be_joined: bool = Fal
             is_async = operation.kind in (REQUEST, MESSAGE)
             place = (f"requests to server {operation.peer}", 0) if operation.kind == REQUEST else ("messages", 0)
             tracks.setdefault(place if is_async else ("", event.thread), []).append(event)
+        titles: set[str] = set()
         for (title, thread), events in sorted(tracks.items()):
             is_main = thread == found.process.main_thread
             title = title or ("main thread" if is_main else _name_thread(events, found.groups))
+            title += f", thread {thread:#x}" if title in titles else ""  # several threads may use one group
+            titles.add(title)
             yield from _tracks(number, found, title, [_span(event, found, until_ns, flows) for event in events])
         if not tracks:
             yield SpanTrack(number, name, "main thread", pid=pid)

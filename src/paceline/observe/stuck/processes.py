@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import mmap
 import os
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -27,6 +29,7 @@ from paceline.output_files import replacing
 
 STACK_SIGNAL: Final = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """A real-time signal, because scripts use SIGUSR1 and SIGUSR2."""
+_HIGHEST: Final = 1024
 ABOUT: Final = "job.json"
 """The file in a job's folder that describes the job."""
 
@@ -148,7 +151,17 @@ def unwatch() -> None:
 
 
 def _open(path: Path, undo: contextlib.ExitStack) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    """Open a file with a high descriptor.
+
+    If the script closes all descriptors, its next files get the lowest ones, and must not receive stacks.
+    """
+    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _HIGHEST if most == resource.RLIM_INFINITY else min(most, _HIGHEST)
+        descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, most - most // 8)
+    finally:
+        os.close(opened)
     undo.callback(os.close, descriptor)
     return descriptor
 

@@ -70,7 +70,7 @@ def _request_stack(process: WatchedProcess, folder: Path) -> str:
     if not process.main_thread:
         return "it has not imported torch or paceline.collectives yet"
     if not _handles_signal(process.pid):
-        return "it executes another program"
+        return f"it executes another program, or its script has removed the handler of signal {STACK_SIGNAL:d}"
     try:
         os.truncate(process.path(folder, ".stack"), 0)
         os.kill(process.pid, STACK_SIGNAL)
@@ -99,16 +99,23 @@ def _read_stacks(processes: Sequence[WatchedProcess], folder: Path) -> dict[int,
             with contextlib.suppress(OSError):
                 text = process.path(folder, ".stack").read_text(errors="replace")
                 # The text has no end mark. The main thread is usually the last.
-                if text == texts[process.pid] and process.main_thread in parse_stacks(text):
+                if text == texts[process.pid] and (process.main_thread in parse_stacks(text) or _is_cut(text)):
                     pending.remove(process)
                 texts[process.pid] = text
     return texts
+
+
+def _is_cut(text: str) -> bool:
+    """Return whether a text of ``faulthandler`` has only the newest 100 threads, without the main thread."""
+    return text.endswith("\n...\n")
 
 
 def _state(process: WatchedProcess, folder: Path, problem: str, text: str) -> ProcessState:
     threads = parse_stacks(text)
     if not problem and process.main_thread not in threads:
         problem = f"it did not answer within {_PATIENCE_S:g} s (process {process.pid})"
+        if _is_cut(text):
+            problem = f"it has more than {len(threads)} threads, so Python writes no stack of the main thread"
     events, groups = read_recorder(process, folder)
     return ProcessState(process, threads, problem, events, groups, time.time_ns())
 
@@ -117,11 +124,15 @@ def read_recorder(
     process: WatchedProcess, folder: Path, start_ns: int = 0, end_ns: int = 0
 ) -> tuple[list[RecordedEvent], dict[int, RecordedGroup]]:
     """Return the last operations and the groups of a process, which may have ended. See :func:`read_events`."""
-    data, groups = (
-        path.read_bytes() if path.exists() else b""
-        for path in (process.path(folder, suffix) for suffix in (".events", ".groups"))
-    )
-    return read_events(data, start_ns, end_ns), read_groups(groups)
+    events, groups = (_read(process.path(folder, suffix)) for suffix in (".events", ".groups"))
+    return read_events(events, start_ns, end_ns), read_groups(groups)
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a file; nothing if it does not exist, because the job may end at any time."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    return b""
 
 
 def parse_stacks(text: str) -> dict[int, tuple[StackFrame, ...]]:

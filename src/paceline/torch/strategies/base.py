@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 import torch
 from torch import nn
@@ -315,16 +315,22 @@ class Strategy(Closing, NotebookTable, ElasticEvents, ABC):
     def report_progress(self, done: float | None = None, **metrics: Any) -> None:
         """Show the progress of the training in the status of a Kubeflow TrainJob, and in the metrics of the run.
 
-        `done` is the finished fraction of the training, from 0 to 1. `metrics` are numbers such as the loss. You can
-        call this method often: rank 0 sends the newest values to Kubeflow every ten seconds. Without Kubeflow and
-        without an option for metrics (``paceline run --metrics``), the method has no effect.
+        `done` is the finished fraction of the training, from 0 to 1. `metrics` are numbers, also of NumPy, or tensors
+        with one element, such as the loss. Other values are not in the metrics. You can call this method often: rank 0
+        sends the newest values to Kubeflow every ten seconds. Without Kubeflow and without an option for metrics
+        (``paceline run --metrics``), the method has no effect.
         """
+        metrics = {
+            name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()
+        }
         if self.status is not None and self.is_main:
             self.status.update(done, metrics)
         if recording.recorder is not None:
             for name, value in (metrics if done is None else {"done": done, **metrics}).items():
-                if isinstance(value, int | float):
-                    recording.recorder.set("paceline_reported_value", float(value), name)
+                if isinstance(value, SupportsFloat):
+                    # Such as a tensor with several elements: a run that works without metrics must not fail with them.
+                    with contextlib.suppress(ArithmeticError, RuntimeError, TypeError, ValueError):
+                        recording.recorder.set("paceline_reported_value", float(value), name)
 
     def save(self, directory: str | os.PathLike[str], **extra: Any) -> None:
         """Write a checkpoint, which any strategy and world size can load. Every rank must call this method.
