@@ -37,8 +37,10 @@ def format_duration(seconds: float) -> str:
 
 def draw_bars(values: Sequence[float], low: float, high: float) -> str:
     """Return one character for each value: a bar whose height is the value's place between `low` and `high`."""
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)
+    height = high / 2 - low / 2  # the difference itself may be infinite
+    if not height > 0:
+        return _BARS[0] * len(values)
+    return "".join(_BARS[round((value / 2 - low / 2) / height * (len(_BARS) - 1))] for value in values)
 
 
 def _three_digits(value: float, is_count: bool) -> tuple[str, str]:

@@ -74,9 +74,10 @@ class StepComparison:
 
     def reached(self, target: float) -> tuple[float, int] | None:
         """Return the seconds and the examples until a rank has reached a loss; None if no rank has reached it."""
-        steps = [record.reached(target) for record in self.records]
-        first = min((step for step in steps if step is not None), default=None)
-        return None if first is None else (self.records[0].ends_s[first - 1], first * self.batch_size)
+        steps = [(record.reached(target), record) for record in self.records]
+        reached = [(step, record.ends_s[step - 1]) for step, record in steps if step is not None]
+        step, end_s = min(reached, default=(0, 0.0))
+        return (end_s, step * self.batch_size) if reached else None
 
     def losses(self) -> list[float]:
         """Return the loss of each step, as the mean over the ranks. Steps without a loss are left out."""

@@ -168,7 +168,10 @@ class StepRecord:
     ends_s: tuple[float, ...]
     """The end of each step, in seconds after the beginning of the first step."""
     losses: tuple[float | None, ...]
-    """The loss of each step on the rank's own batch; None if it is not finite, or the program computed none."""
+    """The loss of each step on the rank's own batch.
+
+    None if it is not finite or above 1e300, or the program computed none.
+    """
     step_bytes: float | None = None
     """Mean bytes that the rank sends and receives per step; None if they are not counted.
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import socket
+import socketserver
 import struct
 import subprocess
 import threading
@@ -14,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -139,17 +141,24 @@ def test_a_report_of_a_script_whose_name_is_not_utf8(tmp_path: Path, monkeypatch
     assert rb"\\udcff" in page_bytes("paceline compare \udcff.py", "", [])
 
 
-def test_many_clients_connect_at_once() -> None:
-    server = WebServer("0", "--dashboard")
-    server.routes["/"] = lambda request: Page(b"page", "text/plain")
-    address = parse_listen_address(server.address.removeprefix("http://"), "")
-    with contextlib.ExitStack() as stack:
-        # The server does not accept connections yet. The system would drop those beyond the length of its queue.
+def test_many_clients_connect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_accept, process = threading.Event(), socketserver.ThreadingMixIn.process_request
+
+    def process_later(self: Any, request: socket.socket, address: tuple[str, int]) -> None:
+        assert may_accept.wait(60)
+        process(self, request, address)
+
+    monkeypatch.setattr(socketserver.ThreadingMixIn, "process_request", process_later)
+    with WebServer.start("0", "--dashboard") as server, contextlib.ExitStack() as stack:
+        stack.callback(may_accept.set)
+        server.routes["/"] = lambda request: Page(b"page", "text/plain")
+        address = parse_listen_address(server.address.removeprefix("http://"), "")
+        # The server accepts one connection now. The system would drop those beyond the length of its queue.
         clients = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(100)]
-        server._thread.start()
-        with server:
-            clients[-1].sendall(b"GET / HTTP/1.0\r\n\r\n")
-            assert clients[-1].makefile().read().endswith("page")
+        may_accept.set()
+        clients[-1].sendall(b"GET / HTTP/1.0\r\n\r\n")
+        with clients[-1].makefile() as answer:
+            assert answer.read().endswith("page")
 
 
 def test_a_browser_that_leaves_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

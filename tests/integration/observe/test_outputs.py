@@ -14,9 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 from tests.free_ports import free_port
 
+import paceline.torch as pt
 from paceline import collectives
 from paceline.environment import environment
 from paceline.errors import AddressError, UsageError
@@ -120,3 +122,14 @@ def test_collectives_without_a_strategy() -> None:
     samples = collector.samples()
     assert list(samples["paceline_collective_bytes_total"].values()) == [8000]
     assert [labels[1] for labels in samples["paceline_collective_seconds"]] == ["all_reduce"]
+
+
+def test_reported_numbers_may_be_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that works without metrics does not fail with them."""
+    recorder = recording.Recorder(rank=0, world_size=1)
+    monkeypatch.setattr(recording, "recorder", recorder)
+    with pt.strategy() as strategy:
+        loss = torch.ones((), requires_grad=True) * 0.5
+        strategy.report_progress(0.25, loss=loss, score=np.float32(2.0), huge=10**400, text="x", rows=torch.ones(3))
+    found = dict(recorder.report().samples["paceline_reported_value"])
+    assert found == {("done",): 0.25, ("loss",): 0.5, ("score",): 2.0}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from paceline.observe.table import format_bytes, format_count, format_duration, format_rate
+from paceline.observe.table import draw_bars, format_bytes, format_count, format_duration, format_rate
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,9 @@ def test_sizes_have_decimal_prefixes(num_bytes: float, text: str) -> None:
 def test_counts_and_durations() -> None:
     assert [format_count(n) for n in (7, 999, 1_050_000)] == ["7", "999", "1.05M"]
     assert [format_duration(s) for s in (7.9, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
+
+
+@pytest.mark.parametrize("values", [(-1.7e308, 0.0, 1.7e308), (0.0, 2e-320, 4e-320), (3.0, 4.0, 5.0)])
+def test_bars_of_extreme_values(values: tuple[float, float, float]) -> None:
+    assert draw_bars(values, values[0], values[2]) in ("▁▄█", "▁▅█")
+    assert draw_bars(values, values[1], values[1]) == "▁▁▁"

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,14 @@ def test_the_target_is_reached_by_the_latest_losses() -> None:
     assert FAST.reached(0.5) is None
     assert comparison_as_json(FAST, 0.5)["reached"] is None
     assert latest_loss([0.0] * 9 + [math.nan]) != latest_loss([0.0] * 9 + [math.nan])
+
+
+def test_ranks_may_have_different_numbers_of_steps_and_huge_losses() -> None:
+    first, second = SLOW.records
+    short = replace(first, steps_s=first.steps_s[:3], ends_s=first.ends_s[:3], losses=(1e300, -1e300, None))
+    comparison = replace(SLOW, records=(short, second))
+    assert comparison.reached(0.801) == (pytest.approx(0.02 * 16), 16 * 16)
+    show_comparisons(Console(file=io.StringIO()), [comparison], 0.801)
 
 
 def test_the_tables_fit_into_80_columns() -> None:

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 _LAYER_STEPS: Final = 5
 _LEAST_STEPS, _MOST_STEPS, _LONG_S = 12, 300, 3.0
 """Numbers of steps that are measured as a whole, and the time after which the smaller number is enough."""
+_MOST_LOSS: Final = 1e300
+"""Larger losses are left out, because their sums overflow."""
 _MORE_STEPS: Final = 2
 """All ranks end this many steps after the first rank reaches the target. Other ranks may be one step ahead of it."""
 CORE_WAITS: Final = Path("/proc/thread-self/schedstat")
@@ -244,4 +246,4 @@ def _stretch(steps: Sequence[_MeasuredStep]) -> float:
 
 def _losses(steps: Sequence[_MeasuredStep]) -> list[float | None]:
     values = [math.nan if step.loss is None else float(step.loss) for step in steps]
-    return [value if math.isfinite(value) else None for value in values]
+    return [value if abs(value) <= _MOST_LOSS else None for value in values]
