@@ -121,11 +121,11 @@ def draw(state: dict[str, Any], width: int, most_ranks: int) -> RenderableType:
     """
     status = "ended after" if state["has_ended"] else "running for"
     parts: list[RenderableType] = [
-        Text(f"{state['title']}", style="bold", overflow="ellipsis", no_wrap=True),
-        Text(f"{status} {format_duration(state['seconds'])}{_describe_cluster(state)}"),
+        Text(printable(str(state["title"]), _MOST_CHARS), style="bold", overflow="ellipsis", no_wrap=True),
+        Text(f"{status} {format_duration(state['seconds'])}{printable(_describe_cluster(state), _MOST_CHARS)}"),
     ]
     if state.get("alarm") and not state["has_ended"]:
-        parts.append(Text(state["alarm"], style="bold red"))
+        parts.append(Text(printable(state["alarm"], _MOST_CHARS), style="bold red"))
     series = state["series"]
     for name, label, show in (
         ("examples_per_s", "examples", format_rate),
@@ -142,7 +142,8 @@ def draw(state: dict[str, Any], width: int, most_ranks: int) -> RenderableType:
     if state.get("servers"):
         parts.append(_draw_servers(state["servers"]))
     for seconds, text in state["events"][-_EVENTS_SHOWN:]:
-        parts.append(Text(f"{format_duration(seconds)}  {text}", style="dim", overflow="ellipsis", no_wrap=True))
+        line = f"{format_duration(seconds)}  {printable(text, _MOST_CHARS)}"
+        parts.append(Text(line, style="dim", overflow="ellipsis", no_wrap=True))
     return Group(*parts)
 
 

@@ -6,6 +6,7 @@ and per row are fitted, so that the predictions equal the measurements.
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import sys
@@ -70,8 +71,14 @@ class StoredMachine:
 
 
 def folder() -> Path:
-    """Return the folder of the stored measurements: ``~/.cache/paceline``."""
-    return Path.home() / USER_FOLDER
+    """Return the folder of the stored measurements: ``~/.cache/paceline``.
+
+    For a user without a home, no file can exist in it, so each command measures again.
+    """
+    try:
+        return Path.home() / USER_FOLDER
+    except RuntimeError:
+        return Path(os.devnull) / USER_FOLDER
 
 
 def load_machine(ranks_per_node: int) -> Machine | None:

@@ -178,3 +178,14 @@ def test_terminal_with_many_ranks(clock: Clock) -> None:
     assert [line.split()[0] for line in text.splitlines() if "ms" in line][:2] == ["0", "1"]
     assert "60 s" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_top_shows_names_without_control_characters() -> None:
+    """The figures may come from another machine."""
+    state: dict[str, Any] = {"seconds": 1, "has_ended": False, "series": {name: [] for name in SERIES}}
+    state |= {"title": "\x1b]0;a", "alarm": "\x1b[2J", "events": [[1, "\x1b[2J"]], "members": {"\x1b[2J": 1}}
+    console = Console(record=True, width=80)
+    console.print(draw(state, 80, 5))
+    shown = console.export_text()
+    assert "\x1b" not in shown
+    assert shown.count(r"\x1b") == 4

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.environment import num_cores
-from paceline.planning.calibration import StoredMachine, folder, load_machine, load_results
+from paceline.planning.calibration import StoredMachine, folder, load_machine, load_results, store_result
 from paceline.planning.links import Curve, Machine, StrategyCost
 from paceline.planning.predictions import Scenario, predict_all
 from paceline.planning.steps import ClusterShape
@@ -130,3 +130,13 @@ def test_impossible_results_are_not_used(content: bytes, home: Path, capsys: pyt
     (home / "compared.json").write_bytes(content)
     assert load_results() == {}
     assert "compared.json is not used: " in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", find_no_home)
+    store_result("a result", 1.0)
+    assert load_results() == {}
+    assert load_machine(2) is None
