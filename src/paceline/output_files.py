@@ -50,9 +50,15 @@ def naming_output(option: str, path: Path) -> Iterator[None]:
 
 
 def check_output(option: str, path: Path) -> None:
-    """Create an output file now, so that a wrong path is reported at the start. Raises UsageError."""
+    """Raise UsageError if an output file cannot be written, so that a wrong path is reported at the start.
+
+    The file is not changed, and an absent file remains absent.
+    """
     with naming_output(option, path):
+        is_absent = not path.exists()
         path.open("ab").close()
+        if is_absent:
+            os.unlink(os.path.realpath(path))
 
 
 def process_mark() -> str:

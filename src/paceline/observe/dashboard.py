@@ -64,7 +64,7 @@ class ReportFile(MetricSink):
     """Writes the report at the end of the run."""
 
     def __init__(self, path: Path, history: RunHistory) -> None:
-        """Create the file now, so that a wrong path is reported at the start. Raises UsageError."""
+        """Raises UsageError if the file cannot be written."""
         self._path, self._history = path, history
         self.option = f"--report {path}"
         check_output("--report", path)

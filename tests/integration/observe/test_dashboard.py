@@ -189,6 +189,13 @@ def test_outputs_that_cannot_start_write_no_report(tmp_path: Path) -> None:
     with pytest.raises(UsageError), open_outputs("x", report=report, metrics="99999"):
         pass
     assert report.read_bytes() == b"of an earlier run"
+    link, absent = tmp_path / "link.html", tmp_path / "absent.html"
+    link.symlink_to(absent)
+    for path in (absent, link):
+        with pytest.raises(UsageError), open_outputs("x", report=path, metrics="99999"):
+            pass
+        assert not absent.exists()
+    assert link.is_symlink()
 
 
 def draw(page: Path) -> str:
