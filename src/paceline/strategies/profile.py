@@ -32,7 +32,7 @@ TARGET: Final = "target"
 LAST: Final = "last"
 """A file with this name in the profile's folder has the number of the last step, once a rank has reached the target."""
 NUM_LATEST: Final = 10
-WARM_UP: Final = 3
+WARM_UP, _LONGEST_WARM_UP = 3, 12
 FEWEST_STEPS: Final = 3
 """A script with fewer measured steps is not measured."""
 LEAST_STEPS: Final = 13
@@ -188,7 +188,7 @@ class StepRecord:
 
 def warm_up_steps(num_steps: int) -> int:
     """Return the number of steps that warm up before `num_steps` measured ones, because the first steps are slower."""
-    return max(num_steps // 5, WARM_UP)
+    return min(max(num_steps // 5, WARM_UP), _LONGEST_WARM_UP)
 
 
 def without_outliers(steps_s: Sequence[float]) -> list[float]:

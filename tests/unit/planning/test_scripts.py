@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.planning.scripts import devices_of, measured_step_s
-from paceline.strategies.profile import StepRecord
+from paceline.strategies.profile import StepRecord, warm_up_steps
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,8 @@ def test_steps_of_several_ranks() -> None:
         for rank, steps_s in enumerate([(1.0, 1.0, 9.0), (2.0, 2.0, 2.0)])
     ]
     assert measured_step_s(records) == 1.5
+
+
+def test_few_steps_warm_up() -> None:
+    """With a target loss there are up to 10,000 steps. The loss must not be reached in the steps that do not count."""
+    assert [warm_up_steps(count) for count in (3, 60, 10_000)] == [3, 12, 12]
