@@ -63,6 +63,7 @@ import paceline.horovod as hvd
 def train(state):
     if state.size != hvd.size():
         state.size, state.num_changes = hvd.size(), state.num_changes + 1
+        state.save()  # or the change is not counted if a rank is removed before the next commit
         print("change", state.num_changes, "to", state.size, "ranks", flush=True)
     while not hvd.allreduce(torch.tensor(os.path.exists("end")).int(), op=hvd.Max):
         time.sleep(0.02)

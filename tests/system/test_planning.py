@@ -55,16 +55,17 @@ def commands(paceline: Commands, monkeypatch: pytest.MonkeyPatch) -> Commands:
     home = paceline.folder / "home"
     monkeypatch.setenv("HOME", str(home))
     paceline.environment["HOME"] = str(home)
-    machine = Machine(
-        num_cores=num_cores(),
-        ranks_per_node=RANKS,
-        all_reduce=Curve(((1024, 1e-4), (1 << 20, 1e-3))),
-        socket_s_per_byte=1e-9,
-        costs={"parameter-server": StrategyCost(step_s=0.5)},
-    )
-    stored = StoredMachine(version=__version__, host=platform.node(), machine=machine)
     folder().mkdir(parents=True)
-    (folder() / f"machine-{num_cores()}-cores-{RANKS}-ranks.json").write_bytes(msgspec.json.encode(stored))
+    for ranks in {1, RANKS}:
+        machine = Machine(
+            num_cores=num_cores(),
+            ranks_per_node=ranks,
+            all_reduce=Curve(((1024, 1e-4), (1 << 20, 1e-3))),
+            socket_s_per_byte=1e-9,
+            costs={"parameter-server": StrategyCost(step_s=0.5)},
+        )
+        stored = StoredMachine(version=__version__, host=platform.node(), machine=machine)
+        (folder() / f"machine-{num_cores()}-cores-{ranks}-ranks.json").write_bytes(msgspec.json.encode(stored))
     (paceline.folder / "train.py").write_text(SCRIPT)
     return paceline
 
@@ -101,7 +102,8 @@ def test_profile(commands: Commands) -> None:
 
 
 def test_explain(commands: Commands) -> None:
-    finished = measure(commands, "explain", "train.py", "100")
+    one_rank_each = ["--nodes", "2", "--nproc-per-node", "1", "--link", "1Gbit"]  # so the script is measured once
+    finished = measure(commands, "explain", *one_rank_each, "train.py", "100")
     lines = finished.out.splitlines()
     assert lines[0].split()[:3] == ["strategy", "servers", "step"]
     labels = {line.split()[0] for line in lines[1:] if line}

@@ -359,8 +359,9 @@ def test_a_lookup_compiles_no_kernel() -> None:
     compile_kernels()
     module = Embedding(DIM)
     prepared(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    before = [len(kernel.signatures) for kernel in (take_rows, sum_rows)]  # other tests may have compiled more
     module(torch.arange(NUM_KEYS)).sum().backward()
-    assert [len(kernel.signatures) for kernel in (take_rows, sum_rows)] == [1, 1]
+    assert [len(kernel.signatures) for kernel in (take_rows, sum_rows)] == before
 
 
 @pytest.mark.parametrize("changes", [False, True])
