@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def printable(text: str, max_chars: int) -> str:
+def printable(text: str, max_chars: int = 1000) -> str:
     """Return a text of unknown origin in a safe form: one line of at most ``max_chars``, without control
     characters.
     """

@@ -90,8 +90,8 @@ class Running:
         self._out: list[str] = []
         self._changed = threading.Condition()
         self._readers = [
-            threading.Thread(target=self._read, args=(self.process.stdout, self._out)),
-            threading.Thread(target=self._read, args=(self.process.stderr, self._err)),
+            threading.Thread(target=self._read, args=(self.process.stdout, self._out), daemon=True),
+            threading.Thread(target=self._read, args=(self.process.stderr, self._err), daemon=True),
         ]
         for reader in self._readers:
             reader.start()

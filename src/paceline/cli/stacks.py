@@ -15,7 +15,6 @@ from . import options
 from .parameters import expand_flags
 
 _MOST_COMMAND = 60
-_MOST_CHARS = 1000
 
 
 @expand_flags
@@ -94,7 +93,7 @@ def _print_everywhere(target: str, token_file: Path | None, tls: TLSFlags, *, is
     states, missing = collect_everywhere(JobAddress(address, options.find_token(token_file), tls.load()))
     typer.echo(f"job at {address.netloc}, {len(states)} processes\n")
     for line in format_stacks(states, is_full=is_full).split("\n"):
-        typer.echo(printable(line, _MOST_CHARS))
+        typer.echo(printable(line))
     for name in missing:
-        shown = printable(name, _MOST_CHARS)
+        shown = printable(name)
         typer.echo(f"paceline: no answer from the launcher on {shown}. It was killed, or is unreachable", err=True)

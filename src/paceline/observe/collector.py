@@ -31,7 +31,6 @@ SILENT_S: Final = 5.0
 """A rank is silent after this time without a report."""
 _VARIABLE: Final = "PACELINE_METRICS"
 _MAX_EVENTS: Final = 200
-_MOST_CHARS: Final = 1000
 _MAX_OPEN_EXCHANGES: Final = 1024
 _MAX_RANKS: Final = 1 << 16
 
@@ -142,7 +141,7 @@ class Collector(Closing):
     def add_event(self, text: str) -> None:
         """Record an event of the run."""
         with self._lock:
-            self._events.append((self._clock(), printable(text, _MOST_CHARS)))
+            self._events.append((self._clock(), printable(text)))
 
     def recent_events(self) -> list[tuple[float, str]]:
         """Return time (of the monotonic clock) and text of the last events, such as a change of the members."""

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from paceline.errors import printable
 from paceline.observe.collector import Collector
@@ -16,8 +16,6 @@ from paceline.output_files import naming_output
 
 if TYPE_CHECKING:
     from paceline.observe.history import RunHistory
-
-_MOST_TITLE: Final = 1000
 
 
 @contextlib.contextmanager
@@ -53,7 +51,7 @@ def open_outputs(
         if dashboard is not None or report is not None:
             from paceline.observe.history import RunHistory
 
-            history = RunHistory(printable(" ".join([command, *sys.argv[2:]]), _MOST_TITLE), collector)
+            history = RunHistory(printable(" ".join([command, *sys.argv[2:]])), collector)
             collector.add_sink(history)
         if report is not None:
             from paceline.observe.dashboard import ReportFile

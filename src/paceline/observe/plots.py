@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from paceline.errors import printable
 from paceline.observe.dashboard import make_report
 from paceline.output_files import naming_output, replacing
-
-_MOST_TITLE: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,7 @@ class PageTable:
 
 def page_bytes(title: str, status: str, sections: Sequence[Plot | PageTable]) -> bytes:
     """Return a page that needs no other file. `status` is a remark beside the title."""
-    return make_report({"title": printable(title, _MOST_TITLE), "status": status, "sections": sections})
+    return make_report({"title": printable(title), "status": status, "sections": sections})
 
 
 def write_page(option: str, path: Path, page: bytes) -> None:

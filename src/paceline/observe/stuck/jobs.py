@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -21,8 +20,6 @@ from paceline.errors import PacelineError, UsageError, printable
 from paceline.observe.stuck.processes import ABOUT, WatchedProcess, find_start, read_processes, write_process
 from paceline.output_files import replacing
 from paceline.temporary import TemporaryFolder
-
-_MOST_COMMAND: Final = 1000
 
 
 class JobInfo(Struct, frozen=True):
@@ -73,7 +70,7 @@ def start_job(scheduler: str = "", *, cluster: Path | None = None) -> LaunchedJo
     """
     launcher = WatchedProcess("launcher", os.getpid(), find_start(os.getpid()))
     command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]) if sys.argv[0] else "python"
-    command = printable(command, _MOST_COMMAND)  # names of files need not be UTF-8
+    command = printable(command)  # names of files need not be UTF-8
     try:
         if cluster is None:
             temporary = TemporaryFolder.make("job")

@@ -26,7 +26,6 @@ _ONCE_IN_S: Final = 60.0
 _MOST_FRAMES: Final = 4
 """Calls inside libraries that are shown after the last call of the script."""
 _OMITTED: Final = StackFrame("", 0, "...")
-_MOST_CHARS: Final = 1000
 """The maximum length of the name of a file."""
 
 
@@ -205,7 +204,7 @@ def script_calls() -> tuple[StackFrame, ...]:
         frame = frame.f_back
     found = [call for call in calls if not _is_library(call)] or calls[-1:]
     # A name of a file that is not UTF-8 could not be sent to other processes.
-    return tuple(call._replace(file=printable(call.file, _MOST_CHARS)) for call in found)
+    return tuple(call._replace(file=printable(call.file)) for call in found)
 
 
 def print_stall(reason: str, folder: Path | None = None) -> None:
